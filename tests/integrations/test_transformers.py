@@ -212,7 +212,7 @@ def test_models_that_pick_their_tokens(family: str, ids: Tensor):
     with patch(model, norm=True) as patched:
         ours, our_gradients = states()
         for inputs in ({"position_ids": positions(LENGTHS)}, {"cu_seq_lens_q": boundaries(LENGTHS)}):
-            with pytest.raises(ValueError, match="documents must come in rows of their own"):
+            with pytest.raises(ValueError, match="documents must come in separate rows"):
                 model(ids[:1], **inputs)
     assert far(ours, stock) < STOCK
     differences = worst(our_gradients, gradients)

@@ -115,7 +115,7 @@ def test_state_dict_names_are_stable():
     ("arguments", "message"),
     [
         ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads = 4, got 3"),
-        ({"head_dim": 7}, "head_dim must be even, its halves turn together, got 7"),
+        ({"head_dim": 7}, "head_dim must be even, since channels rotate in pairs, got 7"),
         ({"window": 0}, "window must be at least 1, got 0"),
         ({"rope_base": "10000"}, "rope_base must be a number, got str"),
     ],

@@ -538,7 +538,7 @@ def test_packed_and_drafted_calls_refuse_in_their_own_name():
     with pytest.raises(TypeError, match=r"^decode_packed: heads must be two ints"):
         serving.decode_packed(torch.randn(4, 80), *raw, **flags | {"heads": 2})
     a = drawn("kda", torch.device("cpu"), "eager", T=3) | {"pool": pool, "state_v_first": False}
-    with pytest.raises(ValueError, match=r"^verify: state_indices must have a column for each of T = 3 tokens"):
+    with pytest.raises(ValueError, match=r"^verify: state_indices must have a column for each of T = 3 tokens, got 2"):
         serving.verify(**a, state_indices=columns)
     with pytest.raises(ValueError, match=r"^verify: state_indices must be \[N, C\]"):
         serving.verify(**a, state_indices=columns[:, 0])
@@ -550,7 +550,11 @@ def test_prefill_refuses_half_a_request_for_checkpoints():
     a = drawn("kda", torch.device("cpu"), "eager", T=40) | {"pool": a_pool(torch.device("cpu")), "state_v_first": False}
     where: Call = {"checkpoint_pool": a["pool"].clone(), "checkpoint_indices": torch.zeros(4, 2, dtype=torch.int64)}
     for given, message in (
-        ({"checkpoint_every": 16}, "checkpoint_every, checkpoint_pool and checkpoint_indices must come together"),
+        (
+            {"checkpoint_every": 16},
+            "checkpoint_every, checkpoint_pool and checkpoint_indices must come together, got no checkpoint_pool, "
+            "checkpoint_indices",
+        ),
         (where | {"checkpoint_every": 10}, "checkpoint_every must be a multiple of the chunk, 16, got 10"),
         (where | {"checkpoint_every": 32}, r"checkpoint_indices must be \[4, 1\]"),
         (where | {"checkpoint_every": 16, "checkpoint_pool": a["pool"][:, :1]}, "checkpoint_pool must be"),

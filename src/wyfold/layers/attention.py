@@ -63,7 +63,7 @@ class SoftmaxAttention(nn.Module):
             raise ValueError(f"{name}: num_kv_heads must divide num_heads = {num_heads}, got {num_kv_heads}")
         self.head_dim = check.integer(name, "head_dim", head_dim, least=2)
         if head_dim % 2 != 0:
-            raise ValueError(f"{name}: head_dim must be even, its halves turn together, got {head_dim}")
+            raise ValueError(f"{name}: head_dim must be even, since channels rotate in pairs, got {head_dim}")
         self.window = None if window is None else check.integer(name, "window", window, least=1)
         self.rope_base = check.number(name, "rope_base", rope_base)
         self.qkv = nn.Linear(hidden_size, (num_heads + 2 * self.num_kv_heads) * head_dim, bias=False)
@@ -110,8 +110,8 @@ class SoftmaxAttention(nn.Module):
         past = past if past is not None and past.keys.shape[1] > 0 else None
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         positions = _positions(x, layout, past) if cp_context is None else cp_context.position_ids(x.device)
-        turned, v = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
-        q, k = rotate(turned, positions, self.rope_base).split([self.num_heads, self.num_kv_heads], dim=2)
+        qk, v = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
+        q, k = rotate(qk, positions, self.rope_base).split([self.num_heads, self.num_kv_heads], dim=2)
         fresh = Keys(k, v, positions.expand(x.shape[:2]))
         kept: Keys | None = None
         if cp_context is not None:

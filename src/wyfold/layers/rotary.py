@@ -27,5 +27,5 @@ def rotate(x: Tensor, positions: Tensor, base: float, *, neighbours: bool = Fals
     angle = positions[..., None, None] * rate  # [B, T, 1, D/2]
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     first, second = x.unflatten(-1, (half, 2)).unbind(-1) if neighbours else x.chunk(2, dim=-1)
-    turned = first * cos - second * sin, second * cos + first * sin
-    return torch.stack(turned, dim=-1).flatten(-2) if neighbours else torch.cat(turned, dim=-1)
+    rotated = first * cos - second * sin, second * cos + first * sin
+    return torch.stack(rotated, dim=-1).flatten(-2) if neighbours else torch.cat(rotated, dim=-1)

@@ -14,7 +14,7 @@ from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries, legal_boundaries, packed_boundaries
 from wyfold.runtime.torch_ops import in_autocast_dtype
 
-STEEPEST_BOUND = -5.0  # the gates a bounded diagonal block can hold in float32 (docs/algorithm.md, section 5)
+STEEPEST_BOUND = -5.0  # lowest log gate that a diagonal block can represent in float32 (docs/algorithm.md, section 5)
 
 
 class CheckedDelta(NamedTuple):
@@ -116,7 +116,7 @@ def check_boundaries(
             and check.readable(on_cpu)
             and not torch.equal(legal_boundaries(op, on_cpu, T, "cu_seqlens_cpu"), legal_boundaries(op, cu, T))
         ):
-            raise ValueError(f"{op}: cu_seqlens_cpu must hold the boundaries of cu_seqlens, got others")
+            raise ValueError(f"{op}: cu_seqlens_cpu must hold the boundaries of cu_seqlens, got different ones")
     return cu, cu.shape[0] - 1
 
 

@@ -145,8 +145,8 @@ def token_keys(q: Tensor, v: Tensor, g: Tensor | None, stored: torch.dtype, *, v
     """(stage, launch key) of a recurrent call's kernels: forward, backward, and the sum of partial gradients."""
     module: Any = table.kernel_module("recurrent", "triton")
     K, V = q.shape[-1], v.shape[-1]
-    walk_back = [("recurrent", module.launch_key_bwd(K, V)), ("recurrent", "gather")]
-    return [("recurrent", module.launch_key(stored, K, V, g, v_first=v_first)), *walk_back]
+    backward = [("recurrent", module.launch_key_bwd(K, V)), ("recurrent", "gather")]
+    return [("recurrent", module.launch_key(stored, K, V, g, v_first=v_first)), *backward]
 
 
 def _has_collectives(context: ContextParallel, sizes: dict[str, int]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import NoneType
 from typing import Any, TypeVar
 
@@ -63,4 +63,19 @@ _PLAIN = frozenset((NoneType, Tensor, torch.nn.Parameter))
 
 
 def any_requires_grad(given: Iterable[Tensor | None]) -> bool:
+    """Whether gradients are enabled and one of the tensors requires one."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+
+
+def refuse_gradients(op: str, tensors: Mapping[str, Any]) -> None:
+    """Refuse tensors that require a gradient, for an operator without a backward.
+
+    Raises:
+        ValueError: A tensor requires a gradient; the message names it.
+    """
+    for name, x in tensors.items():
+        if isinstance(x, Tensor) and any_requires_grad([x]):
+            raise ValueError(
+                f"{op}: {name} must not require a gradient, got one that does; the operator has no backward, "
+                "so call it under torch.no_grad()"
+            )

@@ -14,7 +14,7 @@ from wyfold.ops.chunking import best_chunk_size
 from wyfold.ops.delta_arguments import GateFlags
 from wyfold.ops.delta_checks import check_boundaries, check_gate, check_tensors
 from wyfold.ops.delta_plan import launch_keys, launch_sizes
-from wyfold.ops.plan_cache import any_requires_grad, cached_plan, plan_key
+from wyfold.ops.plan_cache import cached_plan, plan_key, refuse_gradients
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries_of
 from wyfold.runtime.options import DeltaOptions
@@ -87,10 +87,10 @@ def call_served(
     def run() -> Tensor:
         return _call_served(op, tokens, slots, gate, arithmetic, cu_seqlens, swapped=swapped, chunked=chunked)
 
-    pool, source, v_first, given, target, pad, out, accepted, each, every, *between = slots
+    pool, source, v_first, given, target, pad, out, accepted, each, every, *checkpoints = slots
     _, in_kernel, A_log, dt_bias, safe, lower_bound = gate
     cu, T = boundaries_of(cu_seqlens)
-    tensors = *tokens, pool, source, given, target, out, accepted, *between, A_log, dt_bias, cu
+    tensors = *tokens, pool, source, given, target, out, accepted, *checkpoints, A_log, dt_bias, cu
     values = op, v_first, pad, each, every, in_kernel, safe, lower_bound, T, swapped, chunked, *arithmetic
     return replayed(tensors, values, run)
 
@@ -114,16 +114,16 @@ def _call_served(
     options = cached_plan(_plan_key(call), lambda: _make_plan(call))
     q, k, v = in_autocast_dtype(q, k, v)
     o = v.new_empty(v.shape) if out is None else out
-    source, between = slots.state_indices, slots.checkpoint_indices
+    source, checkpoints = slots.state_indices, slots.checkpoint_indices
     if source is not None and not slots.each:
         source = source[:, None]
-    if between is not None:
-        between = between.flatten()
+    if checkpoints is not None:
+        checkpoints = checkpoints.flatten()
     cu = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, SequenceLayout) else cu_seqlens
     serve(
         DeltaServing(
             q, k, v, g, beta, gate.A_log, gate.dt_bias, cu, slots.pool, source, slots.output_state_indices,
-            slots.has_initial_state, slots.num_accepted_tokens, slots.checkpoint_pool, between, o, slots.each,
+            slots.has_initial_state, slots.num_accepted_tokens, slots.checkpoint_pool, checkpoints, o, slots.each,
             slots.pad_slot_id,
         ),
         options,
@@ -158,10 +158,13 @@ def _plan_key(call: ServingCall) -> tuple[Any, ...] | None:
     indices = slots.state_indices, slots.output_state_indices, slots.has_initial_state, slots.num_accepted_tokens
     pools = slots.pool, slots.checkpoint_pool
     tensors = *call[1:7], cu, *pools, *indices, slots.checkpoint_indices, gate.A_log, gate.dt_bias
-    places = *pools, call.out
-    steps = *(x.stride() if isinstance(x, Tensor) else None for x in places), slots.checkpoint_every, call.chunked
+    strides = [x.stride() if isinstance(x, Tensor) else None for x in (*pools, call.out)]
     flags = slots.v_first, slots.pad_slot_id, slots.each, gate.channel, gate.in_kernel, gate.safe, gate.lower_bound
-    return plan_key(tensors, (call.op, tokens, *steps, *flags, *call.arithmetic), call.arithmetic.backend)
+    return plan_key(
+        tensors,
+        (call.op, tokens, *strides, slots.checkpoint_every, call.chunked, *flags, *call.arithmetic),
+        call.arithmetic.backend,
+    )
 
 
 def _make_plan(call: ServingCall) -> DeltaOptions:
@@ -173,7 +176,8 @@ def _make_plan(call: ServingCall) -> DeltaOptions:
     cu, N = check_boundaries(op, q, cu_seqlens, None, sizes["B"], sizes["T"])
     _check_slots(op, q, slots, {**sizes, "N": N})
     if slots.each and cu is None and slots.state_indices is not None and sizes["T"] > slots.state_indices.shape[1]:
-        raise ValueError(f"{op}: state_indices must have a column for each of T = {sizes['T']} tokens")
+        columns = slots.state_indices.shape[1]
+        raise ValueError(f"{op}: state_indices must have a column for each of T = {sizes['T']} tokens, got {columns}")
     if check.checking_contents():
         _check_distinct(op, q, slots, cu, {**sizes, "N": N})
     if out is not None:
@@ -183,15 +187,16 @@ def _make_plan(call: ServingCall) -> DeltaOptions:
         check.no_overlap(op, out=out)
     check.flag(op, use_qk_l2norm_in_kernel=norm, use_beta_sigmoid_in_kernel=logit, allow_neg_eigval=doubled)
     if doubled and not logit:
-        raise ValueError(f"{op}: allow_neg_eigval must come with use_beta_sigmoid_in_kernel=True")
+        raise ValueError(
+            f"{op}: allow_neg_eigval must come with use_beta_sigmoid_in_kernel=True, got "
+            "use_beta_sigmoid_in_kernel=False; scale a ready-made beta yourself"
+        )
     if logit and beta is None:
         raise ValueError(f"{op}: beta must be given with use_beta_sigmoid_in_kernel=True, got None")
     activation, lower_bound, clamp = check_gate(op, g, gate, sizes, cu)
     given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "pool": slots.pool}
     given |= {"A_log": gate.A_log, "dt_bias": gate.dt_bias, "out": out}
-    for name, x in given.items():
-        if any_requires_grad([x]):
-            raise ValueError(f"{op}: {name} must not require a gradient, this operator has none; see torch.no_grad")
+    refuse_gradients(op, given)
     chunk_size = best_chunk_size(q, v, channel_gate=gate.channel) if chunked else 1 if slots.each else 64
     every = _check_checkpoints(op, q, slots, chunk_size, sizes, packed=cu is not None) if chunked else int(slots.each)
     if check.checking_contents() and chunked:
@@ -249,7 +254,11 @@ def _check_checkpoints(
     if all(x is None for x in given):
         return 0
     if any(x is None for x in given):
-        raise ValueError(f"{op}: checkpoint_every, checkpoint_pool and checkpoint_indices must come together")
+        names = "checkpoint_every", "checkpoint_pool", "checkpoint_indices"
+        missing = ", ".join(name for name, x in zip(names, given, strict=True) if x is None)
+        raise ValueError(
+            f"{op}: checkpoint_every, checkpoint_pool and checkpoint_indices must come together, got no {missing}"
+        )
     every = check.integer(op, "checkpoint_every", slots.checkpoint_every, least=1)
     if every % chunk_size:
         raise ValueError(f"{op}: checkpoint_every must be a multiple of the chunk, {chunk_size}, got {every}")
@@ -309,18 +318,18 @@ def _check_distinct_checkpoints(
 
     Indices of skipped sequences, and those past the last checkpoint of a packed batch, are ignored.
     """
-    source, between, pool = slots.state_indices, slots.checkpoint_indices, slots.checkpoint_pool
+    source, indices, pool = slots.state_indices, slots.checkpoint_indices, slots.checkpoint_pool
     rows = torch.arange(sizes["N"], device=q.device)
-    if between is None or pool is None or not all(x is None or check.readable(x) for x in (source, between, cu, rows)):
+    if indices is None or pool is None or not all(x is None or check.readable(x) for x in (source, indices, cu, rows)):
         return
     live = _live_slots(rows if source is None else source, slots.pool, slots)
     states = rows * 0 + sizes["T"] // every if cu is None else cu.diff() // every
     of_live = live.repeat_interleave(states)
-    between = between.flatten()[:, None]
-    written = _live_slots(between, pool, slots)
+    indices = indices.flatten()[:, None]
+    written = _live_slots(indices, pool, slots)
     written[: of_live.numel()] &= of_live[:, None]
     written[of_live.numel() :] = False
-    _check_distinct_slots(op, "checkpoint_indices", between, written)
+    _check_distinct_slots(op, "checkpoint_indices", indices, written)
 
 
 def _live_slots(x: Tensor, pool: Tensor, slots: SlotFlags) -> Tensor:
@@ -328,9 +337,9 @@ def _live_slots(x: Tensor, pool: Tensor, slots: SlotFlags) -> Tensor:
     return (x > slots.pad_slot_id) & (x < pool.shape[0])
 
 
-def _check_distinct_slots(op: str, name: str, x: Tensor, those: Tensor) -> None:
+def _check_distinct_slots(op: str, name: str, x: Tensor, selected: Tensor) -> None:
     """Check that the selected slots are distinct."""
-    if x[those].unique().numel() != int(those.sum()):
+    if x[selected].unique().numel() != int(selected.sum()):
         raise ValueError(f"{op}: {name} must hold distinct slots, got {x.squeeze(1).tolist()}")
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wyfold.autograd.serving_conv import ConvServing, serve_conv
 from wyfold.kernels import table
-from wyfold.ops.plan_cache import any_requires_grad, cached_plan, plan_key
+from wyfold.ops.plan_cache import cached_plan, plan_key, refuse_gradients
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, packed_boundaries
 from wyfold.runtime.replay_cache import replayed
@@ -244,9 +244,11 @@ def _make_plan(
     cu = None if cu_seqlens is None else packed_boundaries(op, x, cu_seqlens)
     N = x.shape[0] if cu is None else cu.shape[0] - 1
     _check_pool(op, pool, D, W)
-    room = pool.shape[2] - W + 2
-    if drafts and not flat and cu is None and sizes["T"] > room:
-        raise ValueError(f"{op}: x must have at most S - W + 2 = {room} tokens for the pool's slots, got {sizes['T']}")
+    capacity = pool.shape[2] - W + 2
+    if drafts and not flat and cu is None and sizes["T"] > capacity:
+        raise ValueError(
+            f"{op}: x must have at most S - W + 2 = {capacity} tokens for the pool's slots, got {sizes['T']}"
+        )
     if out is not None and check.tensor(op, "out", out).shape != x.shape:
         raise ValueError(f"{op}: out must have the shape of x, {list(x.shape)}, got {list(out.shape)}")
     given = {"x": x, "pool": pool, "weight": weight, "bias": bias, "out": out}
@@ -262,9 +264,7 @@ def _make_plan(
         live = slot[(slot > flags.pad_slot_id) & (slot < pool.shape[0])]
         if live.unique().numel() != live.numel():
             raise ValueError(f"{op}: state_indices must hold distinct slots, got {slot.tolist()}")
-    for name, tensor in given.items():
-        if any_requires_grad([tensor]):
-            raise ValueError(f"{op}: {name} must not require a gradient, this operator has none; see torch.no_grad")
+    refuse_gradients(op, given)
     launch = "conv_pool" if drafts else "conv"
     plan = table.plan(
         op,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from wyfold.ops.delta_arguments import GateFlags
-from wyfold.ops.plan_cache import any_requires_grad
+from wyfold.ops.plan_cache import refuse_gradients
 from wyfold.ops.serving_call import Arithmetic, SlotFlags, call_served
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
@@ -258,9 +258,7 @@ def _check_packed(
     check.floating(op, mixed_qkv=mixed_qkv, raw_g=raw_g, raw_beta=raw_beta)
     check.same_attribute(op, "device", **given, A_log=gate.A_log, dt_bias=gate.dt_bias, pool=slots.pool, out=slots.out)
     check.output_dtype(op, slots.out, mixed_qkv=in_autocast_dtype(mixed_qkv)[0])
-    for name, x in given.items():
-        if any_requires_grad([x]):
-            raise ValueError(f"{op}: {name} must not require a gradient, this operator has none; see torch.no_grad")
+    refuse_gradients(op, given)
 
 
 def verify(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wyfold.autograd.serving_ttt import TTTServing, serve_ttt
 from wyfold.kernels import table
-from wyfold.ops.plan_cache import any_requires_grad, cached_plan, plan_key
+from wyfold.ops.plan_cache import cached_plan, plan_key, refuse_gradients
 from wyfold.ops.ttt_arguments import column, split_numbers
 from wyfold.ops.ttt_checks import check_form, check_tokens
 from wyfold.ops.ttt_linear import TTTState
@@ -135,17 +135,15 @@ def _ttt_decode(
     else:
         given = out
     numbers, steps = split_numbers(eta, eta_col)
-    places = [x.stride() if isinstance(x, Tensor) else None for x in (*pool, given)]
-    values = op, numbers, *map(type, numbers), residual, scale, eps, chunk_size, pad_slot_id, backend, *places
+    strides = [x.stride() if isinstance(x, Tensor) else None for x in (*pool, given)]
+    values = op, numbers, *map(type, numbers), residual, scale, eps, chunk_size, pad_slot_id, backend, *strides
     key = plan_key((q, k, v, w, b, *steps, *pool, state_indices, given), values, backend)
 
     def make_plan() -> tuple[float, str]:
         check_tokens(op, q, k, v, w, b, eta, eta_col, None)
         tensors = {"q": q, "k": k, "v": v, "w": w, "b": b, "eta": eta, "eta_col": eta_col, "out": given}
         tensors |= {f"pool.{name}": x for name, x in zip(TTTState._fields, pool, strict=True)}
-        for name, x in tensors.items():
-            if isinstance(x, Tensor) and any_requires_grad([x]):
-                raise ValueError(f"{op}: {name} must not require a gradient, this operator has none; see torch.no_grad")
+        refuse_gradients(op, tensors)
         check_form(op, chunk_size, residual, eps, q.dtype)
         cast = in_autocast_dtype(q, k, v)
         check.same_attribute(op, "dtype", q=cast[0], k=cast[1], v=cast[2])

@@ -12,7 +12,7 @@ from wyfold.autograd import workspace
 from wyfold.autograd.row_alignment import aligned, alignment_copies
 from wyfold.autograd.workspace import WorkspacePart
 from wyfold.kernels import table
-from wyfold.ops.plan_cache import cached_plan, plan_key
+from wyfold.ops.plan_cache import cached_plan, plan_key, refuse_gradients
 from wyfold.runtime import check
 from wyfold.runtime.chunk_layout import CHUNK_SIZES, ChunkGrid
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, legal_boundaries, packed_boundaries
@@ -81,7 +81,7 @@ def solve_tril(
 
     def make_plan() -> tuple[torch.dtype, str]:
         check.shapes(op, A=(A, "B T H C"))
-        _no_gradient(op, A=A)
+        refuse_gradients(op, {"A": A})
         check.floating(op, A=A)
         if A.shape[2] < 1 or A.shape[3] not in CHUNK_SIZES:
             raise ValueError(f"{op}: A must be [B, T, H, C] with H >= 1 and C = 16, 32 or 64, got {list(A.shape)}")
@@ -159,7 +159,7 @@ def chunk_scaled_dot_kkt(
         channel = isinstance(g, Tensor) and g.ndim == 4
         gate = (g, "B T HV K" if channel else "B T HV")
         sizes = check.shapes(op, optional=("g",), k=(k, "B T H K"), beta=(beta, "B T HV"), g=gate)
-        _no_gradient(op, k=k, beta=beta, g=g)
+        refuse_gradients(op, {"k": k, "beta": beta, "g": g})
         H, HV = sizes["H"], sizes["HV"]
         check.head_groups(op, H, HV, keys="k", values="beta")
         check.width(op, "K", "k", sizes["K"])
@@ -200,12 +200,6 @@ class _Constant(torch.autograd.Function):
     def forward(ctx: Any, operator: Callable[..., Tensor], *arguments: Any) -> Tensor:
         found: Tensor = call(operator, *arguments)
         return found
-
-
-def _no_gradient(op: str, **arguments: Tensor | None) -> None:
-    for name, x in arguments.items():
-        if x is not None and x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{op}: {name} must not require a gradient: there is no backward; got one that does")
 
 
 def _check_triangle(op: str, A: Tensor, cu: Tensor | None) -> None:

@@ -98,9 +98,11 @@ def _collectives(context: ContextParallel, v: Tensor) -> tuple[str, ...]:
 
 def _launch_keys(device: torch.device, dtype: torch.dtype, D: int, C: int) -> list[tuple[str, str]]:
     """Launch keys for `table.plan`. The Gluon forward also computes the readout, so that launch is left out."""
-    walk, read, *back = [("ttt", key) for key in table.kernel_module("ttt", "triton").launch_keys(dtype, D, C)]
-    both = table.selected_backend("ttt", "triton", walk[1], device) == "gluon"
-    return [walk, *back] if both else [walk, read, *back]
+    forward, readout, *backward = [
+        ("ttt", key) for key in table.kernel_module("ttt", "triton").launch_keys(dtype, D, C)
+    ]
+    fused = table.selected_backend("ttt", "triton", forward[1], device) == "gluon"
+    return [forward, *backward] if fused else [forward, readout, *backward]
 
 
 def _alike_on_ranks(t: TTTTensors, options: TTTOptions) -> dict[str, object]:

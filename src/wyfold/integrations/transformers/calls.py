@@ -214,7 +214,7 @@ class Calls:
         if boundaries is not None:
             raise ValueError(
                 f"patch: {self.family.name} must hand cu_seq_lens_q on to its layers for packed documents, got a layer "
-                "called without it; this version or a wrapper drops it, so documents must come in rows of their own"
+                "called without it; this version or a wrapper drops it, so documents must come in separate rows"
             )
         if model_kwargs.get("seq_idx") is not None:
             raise ValueError(

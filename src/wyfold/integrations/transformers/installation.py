@@ -229,8 +229,8 @@ class Installation:
         """Refuse packed documents of a model that cannot separate them."""
         if not self.family.separable:
             raise ValueError(
-                f"{op}: documents must come in rows of their own, got several in one; the attention of this type picks "
-                "its tokens from the whole row"
+                f"{op}: documents must come in separate rows, got several in one; the attention of this type selects "
+                "tokens from the whole row"
             )
         if not self._layers:
             return
