@@ -13,7 +13,7 @@ from wyfold.runtime.replay_cache import Recording
 
 triton = pytest.importorskip("triton")
 
-from tests.runtime.test_replay_cache import alike, chunked, learned, memory_once, ordinary  # noqa: E402, F401
+from tests.runtime.test_replay_cache import alike, chunked, grad_of, memory_once, without_replay  # noqa: E402, F401
 from tests.runtime.test_replay_cache import lines as launches  # noqa: E402, F401
 from tests.runtime.test_side_stream import CARD, Stream, lines  # noqa: E402, F401
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
@@ -66,12 +66,12 @@ def test_a_rank_repeats_itself(
     monkeypatch.setattr(recording, "wait_collective", waited)
 
     with segment_rule.forced(2):
-        with ordinary():
-            learned(made, launches)
-            gradients, found, tensors = learned(made, launches)
-        learned(made, launches)  # waits once more, because its kernels are compiled
+        with without_replay():
+            grad_of(made, launches)
+            gradients, found, tensors = grad_of(made, launches)
+        grad_of(made, launches)  # waits once more, because its kernels are compiled
         for _ in range(3):
-            again, repeated, others = learned(made, launches)
+            again, repeated, others = grad_of(made, launches)
             assert alike(found, repeated, tensors, others)
     assert [dx.shape for dx in again] == [dx.shape for dx in gradients]
     operators = {key[0][0]: known for key, known in replay_cache._recordings.items() if "delta_rank" in key[0][0]}
@@ -93,8 +93,8 @@ def test_any_default_dtype(dtype: torch.dtype, rank: int, launches: list[tuple],
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with ordinary():
-            gradients, _, _ = learned(made, launches)
+        with without_replay():
+            gradients, _, _ = grad_of(made, launches)
     finally:
         torch.set_default_dtype(usual)
     assert [dx.dtype for dx in gradients] == [torch.bfloat16] * 3 + [torch.float32] * 2

@@ -1,4 +1,4 @@
-"""Refusals: what each check lets through, and the words it refuses with."""
+"""Argument checks: what each check accepts, and the messages of its errors."""
 
 import math
 
@@ -26,7 +26,7 @@ def test_letters_bind_and_must_agree():
         check.shapes("op", q=(q, "B T H K"), g=(torch.zeros(2, 7), "H"))
 
 
-def test_numbers_that_lie_apart():
+def test_overlapping_elements():
     x = torch.zeros(4, 6, 5)
     each = [x, x.mT, x[::2, 1:, ::3], x[:0], x[:, :1].expand(4, 1, 5), torch.zeros(3, 1, 5)[:0].expand(0, 7, 5)]
     check.no_overlap("op", nothing=None, **{f"x{n}": y for n, y in enumerate(each)})
@@ -109,7 +109,7 @@ def test_dtypes():
         check.dtype_option("op", "out", torch.float64, (torch.float32, torch.float16))
 
 
-def test_alike():
+def test_same_attribute():
     x, wide, elsewhere = torch.zeros(1), torch.zeros(1).double(), torch.zeros(1, device="meta")
     check.same_attribute("op", "dtype", x=None, y=wide, z=wide)
     with pytest.raises(ValueError, match="op: z must have the dtype of x, float32, got float64"):

@@ -1,4 +1,4 @@
-"""Chunk tables and grids: every token once, columns of sequences that still run, padding only at a sequence's end."""
+"""Chunk tables and grids: every token is in one chunk, columns hold unfinished sequences, padding is at the ends."""
 
 import torch
 from hypothesis import given
@@ -10,7 +10,7 @@ sizes = st.sampled_from([1, 4, 16])
 
 
 def grid(lengths: list[int], C: int) -> list[list[int]]:
-    """By hand: the tokens of each chunk, column by column, longest sequences first, ties in order."""
+    """Reference: the tokens of each chunk, column by column, longest sequences first, ties in order."""
     starts = [sum(lengths[:n]) for n in range(len(lengths))]
     chunks = [[list(range(s + at, s + min(at + C, n))) for at in range(0, n, C)] for s, n in zip(starts, lengths)]
     order = sorted(range(len(lengths)), key=lambda n: -len(chunks[n]))
@@ -60,7 +60,7 @@ def test_dense(rows: int, tokens: int, C: int):
 
 
 def test_ties_keep_the_order_of_the_buffer():
-    """Sequences of as many chunks run in the buffer's order: the sort is stable."""
+    """Sequences with equally many chunks keep the buffer's order: the sort is stable."""
     table = packed_table(torch.tensor([3, 20, 16, 1, 17]), 16)
     assert table.order.tolist() == [1, 4, 0, 2, 3]
 
@@ -75,7 +75,7 @@ def test_one_sequence_is_dense():
 
 @given(st.lists(st.integers(0, 70), max_size=7), st.integers(0, 40), sizes, st.sampled_from([torch.int32, torch.int64]))
 def test_a_packed_grid(lengths: list[int], spare: int, C: int, dtype: torch.dtype):
-    """Chunks by sequence, then those of the tokens past the last boundary, then some that hold none."""
+    """Chunks by sequence, then those of the tokens past the last boundary, then empty ones."""
     T, N = sum(lengths) + spare, len(lengths)
     grid = chunk_grid(1, T, C, torch.tensor([0, *lengths]).cumsum(0).to(dtype))
     spans = []
@@ -90,7 +90,7 @@ def test_a_packed_grid(lengths: list[int], spare: int, C: int, dtype: torch.dtyp
 
 
 @given(st.lists(st.integers(0, 70), min_size=1, max_size=7), st.integers(0, 9), st.integers(1, 40))
-def test_rows_of_states_between(lengths: list[int], spare: int, every: int):
+def test_rows_of_intermediate_states(lengths: list[int], spare: int, every: int):
     grid = chunk_grid(1, sum(lengths) + spare, 16, torch.tensor([0, *lengths]).cumsum(0), every)
     first = grid.first_states(torch.device("cpu")).tolist()
     assert first == [sum(x // every for x in lengths[:n]) for n in range(len(lengths) + 1)]
@@ -99,7 +99,7 @@ def test_rows_of_states_between(lengths: list[int], spare: int, every: int):
 
 
 def test_illegal_boundaries_make_a_legal_grid():
-    """Nobody looked at them: whatever they are, no chunk reaches outside the buffer, and every token is in one."""
+    """For unchecked boundaries, no chunk leaves the buffer, and every token is in one chunk."""
     for borders in ([3, 5, 9], [0, 7, 2, 9], [0, 5, 99], [-4, 2, 9], [9, 9, 0]):
         grid = chunk_grid(1, 9, 4, torch.tensor(borders))
         assert grid.cu[0] == 0 and grid.cu[-1] == 9 and (grid.cu.diff() >= 0).all(), borders

@@ -1,4 +1,4 @@
-"""A repeated step as a CUDA graph: every call takes effect once."""
+"""CUDA graph of a repeated step: every call takes effect once."""
 
 import pytest
 import torch

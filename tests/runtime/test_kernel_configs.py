@@ -29,7 +29,7 @@ def rows(monkeypatch):
         cached.cache_clear()
 
 
-def test_the_row_that_says_most_about_a_launch_is_taken(rows):
+def test_the_row_with_the_most_words_is_taken(rows):
     rows(
         {
             "scan.triton": {
@@ -55,14 +55,14 @@ def test_the_row_that_says_most_about_a_launch_is_taken(rows):
     assert "maxnreg" not in kernel_configs.tuned("scan.triton", "bf16", CPU).options()
 
 
-def test_programs_are_few_while_twice_as_many_would_run_at_once(monkeypatch):
+def test_occupancy_is_low_up_to_half_of_the_multiprocessors(monkeypatch):
     monkeypatch.setattr(kernel_configs, "processors", lambda device: 132)
     assert kernel_configs.with_occupancy_hint("bf16 C64", 66, CPU) == "bf16 C64 low_occupancy"
     assert kernel_configs.with_occupancy_hint("bf16 C64", 67, CPU) == "bf16 C64"
 
 
 @pytest.mark.parametrize("word, tile", [("K8", "BK16"), ("V16", "BV16"), ("K24", "BK32"), ("V256", "BV256")])
-def test_a_width_fits_the_tile_that_holds_it(word: str, tile: str):
+def test_the_tile_of_a_width(word: str, tile: str):
     assert kernel_configs._tile(word) == tile
 
 
@@ -71,15 +71,15 @@ def test_other_words_are_no_widths(word: str):
     assert kernel_configs._tile(word) == word
 
 
-def test_what_is_said_not_to_fit_names_kernels_and_architectures_there_are():
+def test_hardware_limits_name_existing_kernels_and_architectures():
     for limit in json.loads(triton_support.config_text("support"))["beyond"]:
         assert set(limit) == {"kernel", "key", "architectures", "reason", "remedy"}
         assert limit["kernel"] in kernel_configs._table("sm_90") and set(limit["architectures"]) <= set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_architecture_has_every_kernel_and_a_row_for_whatever_comes(architecture: str):
-    """But for what is written in Gluon, which serves where a row says so."""
+def test_every_architecture_has_every_kernel_and_a_default(architecture: str):
+    """Except kernels in Gluon, which serve only keys with a row."""
     table, named = (
         kernel_configs._table(architecture),
         {name for name in kernel_configs._table("sm_90") if not name.endswith(".gluon")},
@@ -94,7 +94,7 @@ def test_every_architecture_has_every_kernel_and_a_row_for_whatever_comes(archit
             assert all(size & (size - 1) == 0 for size in tiles), (kernel, name)
 
 
-def test_the_interpreter_takes_the_rows_of_the_card_they_are_measured_on():
+def test_the_interpreter_takes_the_rows_of_sm_90():
     assert triton_support.architecture(CPU) == "sm_90"
 
 
@@ -149,6 +149,6 @@ def test_the_version_is_read_without_an_import(monkeypatch):
     triton_support.triton_version.cache_clear()
 
 
-def test_the_data_travels_with_the_package():
+def test_the_tables_are_package_data():
     folder = resources.files("wyfold.runtime").joinpath("configs")
     assert {f"{name}.json" for name in (*ARCHITECTURES, "support")} <= {file.name for file in folder.iterdir()}

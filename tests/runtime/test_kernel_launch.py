@@ -1,4 +1,4 @@
-"""Launches by what was compiled before: a key no coarser than Triton's, every other launch by Triton's own way."""
+"""Fast launches: keys are no coarser than Triton's, and launches that are not recognised go through Triton."""
 
 import itertools
 from pathlib import Path
@@ -36,7 +36,7 @@ class Device(PretendDriver):
 
 
 class Launcher:
-    """Of a compiled kernel: counts, and keeps what the last launch was given."""
+    """Launcher of a compiled kernel, which keeps the arguments of each launch."""
 
     def __init__(self) -> None:
         self.given: list[tuple[Any, ...]] = []
@@ -46,7 +46,7 @@ class Launcher:
 
 
 class Kernel:
-    """Stands for a kernel of Triton, x and y and then A and B; `ordinary` has every launch of the usual kind."""
+    """Fake Triton kernel with arguments x, y and constexprs A, B. `ordinary` lists the launches through Triton."""
 
     def __init__(self) -> None:
         self.fn, self.device_caches, self.pre_run_hooks = (lambda: None), {}, []
@@ -75,14 +75,14 @@ def kernel(device: Device) -> Kernel:
 
 
 def plain(kernel: Kernel, x: Any, y: Any = 16, **changes: Any) -> bool:
-    """Whether a launch went Triton's own way."""
+    """Launch, and return whether the launch went through Triton."""
     before = len(kernel.ordinary)
     launch_kernel(kernel, 5, x, y, **{"A": 64, "B": "scalar", "num_warps": 4, **changes})
     assert len(kernel.ordinary) + len(kernel.launcher.given) > before
     return len(kernel.ordinary) > before
 
 
-def test_the_second_launch_of_a_kind_is_bound(kernel: Kernel, device: Device):
+def test_the_second_launch_of_a_kind_skips_triton(kernel: Kernel, device: Device):
     first, second = torch.zeros(4), torch.zeros(1000)
     assert plain(kernel, first)
     assert kernel.ordinary == [((5,), (first, 16), {"A": 64, "B": "scalar", "num_warps": 4})]
@@ -94,7 +94,7 @@ def test_the_second_launch_of_a_kind_is_bound(kernel: Kernel, device: Device):
     ]
 
 
-def test_what_is_kept_holds_no_tensor(kernel: Kernel):
+def test_keys_hold_no_tensor(kernel: Kernel):
     plain(kernel, torch.zeros(4))
     (ready,) = kernel_launch._launches
     assert not any(isinstance(x, torch.Tensor) for part in ready if isinstance(part, tuple) for x in part)
@@ -119,14 +119,14 @@ OTHER_KINDS = {
 
 
 @pytest.mark.parametrize("kind", OTHER_KINDS)
-def test_another_kind_has_a_kernel_of_its_own(kernel: Kernel, kind: str):
+def test_another_kind_is_another_key(kernel: Kernel, kind: str):
     changed = {"x": X, **OTHER_KINDS[kind]}
     assert plain(kernel, X) and not plain(kernel, X)
     assert plain(kernel, **changed)
     assert not plain(kernel, X)
 
 
-def test_another_device_has_a_kernel_of_its_own(kernel: Kernel, device: Device):
+def test_another_device_is_another_key(kernel: Kernel, device: Device):
     assert plain(kernel, X) and not plain(kernel, X)
     device.device = 8
     assert plain(kernel, X) and not plain(kernel, X)
@@ -134,7 +134,7 @@ def test_another_device_has_a_kernel_of_its_own(kernel: Kernel, device: Device):
     assert not plain(kernel, X)
 
 
-def test_another_kernel_is_another(kernel: Kernel):
+def test_another_kernel_is_another_key(kernel: Kernel):
     assert plain(kernel, X) and plain(Kernel(), X)
 
 
@@ -156,13 +156,13 @@ def test_hooks_see_every_launch(kernel: Kernel, name: str):
         assert not plain(kernel, X)
 
 
-def test_a_watched_launch_is_not_kept(kernel: Kernel):
+def test_a_hooked_launch_is_not_kept(kernel: Kernel):
     with mock.patch.object(triton.knobs.runtime, "launch_enter_hook", print):
         assert plain(kernel, X)
     assert plain(kernel, X) and not plain(kernel, X)
 
 
-def test_other_ways_to_watch(kernel: Kernel):
+def test_other_hooks_and_debug_modes(kernel: Kernel):
     plain(kernel, X)
     kernel.pre_run_hooks.append(print)
     assert plain(kernel, X)
@@ -181,18 +181,18 @@ def test_other_ways_to_watch(kernel: Kernel):
     assert not plain(kernel, X)
 
 
-def test_arguments_that_are_not_recognised_go_triton_s_way(kernel: Kernel):
+def test_arguments_that_are_not_recognised_go_through_triton(kernel: Kernel):
     for x in ("word", True, object(), torch.zeros(4).as_subclass(type("Sub", (torch.Tensor,), {}))):
         assert plain(kernel, x) and plain(kernel, x)
 
 
-def test_a_kernel_that_is_interpreted_goes_triton_s_way(kernel: Kernel):
+def test_a_kernel_that_is_interpreted_goes_through_triton(kernel: Kernel):
     del kernel.device_caches
     assert plain(kernel, X) and plain(kernel, X)
 
 
-def test_a_compiled_kernel_of_another_make_is_not_kept(kernel: Kernel):
-    """As the stopped launches of the compile check, which give None."""
+def test_an_unknown_kind_of_compiled_kernel_is_not_kept(kernel: Kernel):
+    """Also not None, which a launch of the compile check returns."""
     for made in (None, SimpleNamespace(run=kernel.launcher)):
         with mock.patch.object(Kernel, "__getitem__", lambda self, grid, made=made: lambda *_, **__: made):
             launch_kernel(kernel, 1, X, 16, A=1, B=2)
@@ -200,12 +200,12 @@ def test_a_compiled_kernel_of_another_make_is_not_kept(kernel: Kernel):
 
 
 def make_tensordesc_arg(arg: Any, layout: Any) -> list[Any]:
-    """Under the name, and in the place, that Triton has it."""
+    """Stand-in for the function of this name in the module of Triton's launcher."""
     return [f"{layout} of {arg.base.data_ptr()}", *arg.shape, *arg.strides]
 
 
 class Wrapping:
-    """A launcher that looks for descriptors as Triton's does, in a closure of the same names."""
+    """A launcher that searches for descriptors as Triton's does, in a closure with the same variable names."""
 
     def __init__(self, layouts: list[str], places: set[int]) -> None:
         self.slow, self.raw = 0, []
@@ -221,25 +221,25 @@ class Wrapping:
         self.launch = inner
 
     def __call__(self, *arguments: Any) -> None:
-        # A bound launch has flattened them already.
+        # A fast launch has expanded the descriptors already.
         self.launch(*arguments[9:]) if self.launch.__name__ == "inner" else self.launch(list(arguments[9:]))
 
 
-def test_descriptors_are_found_without_looking_for_them(kernel: Kernel):
+def test_descriptors_are_expanded_without_a_search(kernel: Kernel):
     kernel.launcher = Wrapping(["first", "second"], {0, 1})
-    boxes = [TensorDescriptor(X, [4, 16], [16, 1], [4, 16]), TensorDescriptor(X, [64], [1], [64])]
-    kernel.launcher(*range(9), *boxes, 64, "scalar")
+    descriptors = [TensorDescriptor(X, [4, 16], [16, 1], [4, 16]), TensorDescriptor(X, [64], [1], [64])]
+    kernel.launcher(*range(9), *descriptors, 64, "scalar")
     for _ in range(2):
-        launch_kernel(kernel, 5, *boxes, A=64, B="scalar")
+        launch_kernel(kernel, 5, *descriptors, A=64, B="scalar")
     assert kernel.launcher.slow == 1
     assert kernel.launcher.raw[1] == kernel.launcher.raw[0]
 
 
-def test_descriptors_of_another_make_are_left_to_triton(kernel: Kernel):
-    boxes = [TensorDescriptor(X, [4, 16], [16, 1], [4, 16]), 16]
+def test_unknown_descriptors_are_left_to_triton(kernel: Kernel):
+    descriptors = [TensorDescriptor(X, [4, 16], [16, 1], [4, 16]), 16]
     for _ in range(2):
-        launch_kernel(kernel, 5, *boxes, A=64, B="scalar")
-    assert kernel.launcher.given[0][9] is boxes[0]
+        launch_kernel(kernel, 5, *descriptors, A=64, B="scalar")
+    assert kernel.launcher.given[0][9] is descriptors[0]
 
 
 # --- against Triton itself -------------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ ARGUMENTS = (
 
 @pytest.mark.skipif(triton.knobs.runtime.interpret, reason="nothing is compiled here")
 def test_no_key_is_coarser_than_triton_s(device: Device):
-    """Arguments that Triton compiles apart have keys of their own, with and without specialisation."""
+    """Arguments for which Triton compiles separate kernels have separate keys, with and without specialisation."""
 
     @triton.jit(do_not_specialize=["plain"])
     def nothing(x, plain):
@@ -282,7 +282,7 @@ def test_no_key_is_coarser_than_triton_s(device: Device):
     assert len(of_triton) > 30
 
 
-def test_every_launch_of_the_library_is_one_of_these():
-    """A kernel that a stage launches otherwise is asked for its compiled code at each call."""
+def test_every_kernel_is_launched_by_launch_kernel():
+    """Any other launch looks up its compiled kernel at each call."""
     for file in (Path(kernel_launch.__file__).parents[1] / "kernels").glob("*/triton.py"):
         assert "_triton[" not in file.read_text(encoding="utf-8"), file

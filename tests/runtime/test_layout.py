@@ -1,4 +1,4 @@
-"""`SequenceLayout`: the same boundaries however they are given, and what is refused."""
+"""`SequenceLayout`: every way to give boundaries agrees, and illegal ones are refused."""
 
 import pickle
 import warnings
@@ -17,7 +17,7 @@ lengths_ = st.lists(st.integers(0, 9), max_size=8)
 
 
 def by_hand(lengths: list[int], tokens: int) -> tuple[list[int], list[int], list[int]]:
-    """Boundaries, sequence of each token and position in it."""
+    """Reference: boundaries, the sequence of each token, and its position there."""
     bounds, ids, positions = [0], [], []
     for n, length in enumerate(lengths):
         bounds.append(bounds[-1] + length)
@@ -28,7 +28,7 @@ def by_hand(lengths: list[int], tokens: int) -> tuple[list[int], list[int], list
 
 
 @given(lengths_, st.integers(0, 5), st.sampled_from([torch.int32, torch.int64]))
-def test_what_a_layout_says(lengths: list[int], spare: int, dtype: torch.dtype):
+def test_properties_of_a_layout(lengths: list[int], spare: int, dtype: torch.dtype):
     tokens = sum(lengths) + spare
     bounds, ids, positions = by_hand(lengths, tokens)
     layout = SequenceLayout(torch.tensor(bounds, dtype=dtype), tokens)
@@ -73,20 +73,20 @@ def test_spare_tokens_have_negative_sequence_numbers():
 
 
 @pytest.mark.parametrize("name", PACKINGS)
-def test_the_catalogue_is_legal(name: str):
+def test_legal_boundaries_are_accepted(name: str):
     packing = PACKINGS[name]
     layout = SequenceLayout(torch.tensor(packing.cu_seqlens), packing.tokens)
     assert layout.lengths.tolist() == packing.lengths()
 
 
 @pytest.mark.parametrize("name", INVALID_PACKINGS)
-def test_the_catalogue_of_what_is_refused(name: str):
+def test_illegal_boundaries_are_refused(name: str):
     packing = INVALID_PACKINGS[name]
     with pytest.raises(ValueError, match="SequenceLayout: cu_seqlens must "):
         SequenceLayout(torch.tensor(packing.cu_seqlens), packing.tokens)
 
 
-def test_what_else_is_refused():
+def test_other_illegal_arguments():
     cu = torch.tensor([0, 2, 5])
     for bad, error, words in (
         (lambda: SequenceLayout([0, 2, 5], 5), TypeError, "cu_seqlens must be a torch.Tensor, got list"),
@@ -224,7 +224,7 @@ def test_the_layout_of_a_padded_batch_is_a_pytree_too():
 
 
 def test_a_layout_from_a_mask_takes_no_boundaries():
-    """They would leave the mask, by which `pack` and `unpack` go, as it was."""
+    """They would not change the mask, which `pack` and `unpack` use."""
     mask = torch.tensor([[True, True, False], [False, True, True]])
     layout, x = SequenceLayout.from_mask(mask), torch.randn(2, 3, 4)
     before = layout.pack(x)
@@ -237,7 +237,7 @@ def test_a_layout_from_a_mask_takes_no_boundaries():
         assert torch.equal(refusing.unpack(before), torch.where(mask[..., None], x, 0))
 
 
-def test_equal_layouts_give_equal_bits_whoever_made_them():
+def test_equal_layouts_give_equal_bits_however_they_were_made():
     q = torch.randn(1, 9, 1, 8)
     makers = (
         SequenceLayout(torch.tensor([0, 4, 9]), 9),

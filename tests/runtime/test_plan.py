@@ -1,4 +1,4 @@
-"""A plan is a value: equal plans are equal, its text names everything, and it ends an explained call."""
+"""Plans: equality by value, the text, and the end of a call that is explained."""
 
 import dataclasses
 
@@ -24,11 +24,11 @@ def test_it_is_a_frozen_value():
         PLAN.parts = 4
 
 
-def test_settling_is_nothing_outside_an_explanation():
+def test_announcing_does_nothing_outside_plan_of():
     assert announce_plan(PLAN) is PLAN
 
 
-def test_settling_ends_an_explained_call():
+def test_announcing_ends_an_explained_call():
     after = []
 
     def call():

@@ -1,4 +1,4 @@
-"""A first call: all its kernels are compiled before one of them is launched, and nothing else happens."""
+"""Precompilation: a first call compiles all kernels before it launches one, without side effects."""
 
 import subprocess
 import sys
@@ -16,18 +16,12 @@ from wyfold.runtime import kernel_launch, precompile, replay_cache
 triton = pytest.importorskip("triton")
 
 from tests.compile.aot import RUN, pretending  # noqa: E402
-from tests.runtime.test_replay_cache import KINDS, LAUNCHED, LEARNED, Kernel, chunked, learned, lines, tokens  # noqa: E402, F401
-from triton.runtime import _async_compile  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
-
-from wyfold.kernels.norm import triton as norm  # noqa: E402
-
-pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter compiles nothing")
+from tests.runtime.test_replay_cache import KINDS, LAUNCHED, WITH_GRAD, Kernel, chunked, grad_of, lines, tokens  # noqa: E402, F401
 
 
 @pytest.fixture
 def asked(lines: list[Any]) -> Iterator[list[tuple[str, str]]]:  # noqa: F811
-    """What Triton is asked for, in order: ("compile" or "launch", name of a kernel)."""
+    """Log of Triton's work, in order: ("compile" or "launch", name of a kernel)."""
     found: list[tuple[str, str]] = []
     usual = JITFunction.run
 
@@ -58,10 +52,10 @@ def test_all_kernels_are_compiled_before_one_is_launched(kind: str, asked: list[
     assert {n: x._version for n, x in tensors.items()} == before
 
 
-@pytest.mark.parametrize("kind", LEARNED)
-def test_each_direction_of_a_call_that_learns(kind: str, asked: list[Any], lines: list[Any]):  # noqa: F811
-    """Those of the backward, when it begins."""
-    learned(LEARNED[kind](), lines)
+@pytest.mark.parametrize("kind", WITH_GRAD)
+def test_each_direction_of_a_differentiated_call(kind: str, asked: list[Any], lines: list[Any]):  # noqa: F811
+    """Kernels of the backward are compiled when the backward begins."""
+    grad_of(WITH_GRAD[kind](), lines)
     assert set(names(asked, "compile")) == set(names(asked, "launch"))
     for how, name in asked:
         if how == "launch":
@@ -83,39 +77,39 @@ def test_once_for_all_lengths(asked: list[Any]):
         assert len(names(asked, "compile")) == 2 * len(first)
 
 
-def test_a_number_or_a_length_is_no_other_kernel(asked: list[Any]):
-    """Nothing is gone through again for them, nor kept of them: a training run has many of both."""
-    rehearsals = mock.Mock()
-    with torch.no_grad(), mock.patch.object(replay_cache, "precompile_kernels", rehearsals):
+def test_numbers_and_lengths_do_not_compile_again(asked: list[Any]):
+    """They cause no dry run and no cache entry, because a training run has many of both."""
+    dry_runs = mock.Mock()
+    with torch.no_grad(), mock.patch.object(replay_cache, "precompile_kernels", dry_runs):
         for n, T in enumerate((128, 192, 256, 320)):
             call, given = chunked("gdn", **tokens("gdn", T=T), scale=float(n))
             call(**given)
             if n == 0:
-                first = rehearsals.call_count
-        assert first and rehearsals.call_count == first
+                first = dry_runs.call_count
+        assert first and dry_runs.call_count == first
         call, given = chunked("gdn", **tokens("gdn", T=129))
         call(**given)
-        assert rehearsals.call_count == 2 * first  # rows of another alignment are other kernels' to read
+        assert dry_runs.call_count == 2 * first  # another alignment of rows selects other kernels
 
 
-def test_counts_are_as_lengths_are(asked: list[Any]):
-    """Of documents that end elsewhere in every batch kernels know whether there are any."""
-    rehearsals = mock.Mock()
-    with torch.no_grad(), mock.patch.object(replay_cache, "precompile_kernels", rehearsals):
+def test_lengths_select_kernels_by_being_zero_or_not(asked: list[Any]):
+    """Kernels depend only on whether there are documents of a kind, not on how many."""
+    dry_runs = mock.Mock()
+    with torch.no_grad(), mock.patch.object(replay_cache, "precompile_kernels", dry_runs):
         for counts, times in (((3, 4), 1), ((5, 9), 1), ((0, 9), 2), ((0, 2), 2)):
             replay_cache.replayed((torch.zeros(4),), ("some", replay_cache.Lengths(counts)), lambda: None)
-            assert rehearsals.call_count == times
-    assert len(replay_cache._recordings) == 4, "another course each"
+            assert dry_runs.call_count == times
+    assert len(replay_cache._recordings) == 4, "each has a cache entry"
 
 
-def test_no_more_than_so_many_kinds_are_remembered(asked: list[Any]):
+def test_the_cache_of_precompiled_kinds_is_bounded(asked: list[Any]):
     with torch.no_grad(), mock.patch.object(replay_cache, "CAPACITY", 3):
         for width in range(1, 9):
             wyfold.l2norm(torch.randn(2, 3, width), backend="triton")
             assert len(replay_cache._precompiled) <= 3
 
 
-def test_nothing_is_written_to():
+def test_a_dry_run_writes_to_no_tensor():
     pool, made = torch.zeros(4), []
     with precompile._NoWrites():
         pool.add_(1)
@@ -129,8 +123,8 @@ def test_nothing_is_written_to():
     assert made[0].shape == (3,)
 
 
-def test_what_is_not_understood_ends_it(lines: list[Any]):  # noqa: F811
-    """The first kernel is compiled ahead, what comes behind the strange operation when it is launched."""
+def test_an_unknown_operation_ends_the_dry_run(lines: list[Any]):  # noqa: F811
+    """The first kernel is compiled in advance, those after the unknown operation at their launch."""
     kernels, asked = [Kernel(), Kernel()], []
     for n, kernel in enumerate(kernels):
         kernel.run = lambda *_, n=n, **__: asked.append(("compile", n))
@@ -148,7 +142,7 @@ def test_what_is_not_understood_ends_it(lines: list[Any]):  # noqa: F811
     assert asked == [("ask", 0), ("compile", 0), ("ask", 0), ("ask", 1)]
 
 
-def test_a_failure_is_left_to_the_call(asked: list[Any]):
+def test_the_call_itself_raises_its_error(asked: list[Any]):
     def run() -> torch.Tensor:
         raise ValueError("x: expected more")
 
@@ -159,7 +153,7 @@ def test_a_failure_is_left_to_the_call(asked: list[Any]):
 
 @pytest.fixture
 def found() -> Iterator[list[int]]:
-    """Real compilations, for a card that is not there; of each launch, how often its kernel was compiled before."""
+    """Real compilations without a GPU. One entry a launch: how many variants of its kernel were compiled before."""
     launches: list[int] = []
 
     def launch_kernel(kernel: Any, *arguments: Any, **options: Any) -> None:
@@ -184,14 +178,14 @@ def found() -> Iterator[list[int]]:
         replay_cache.forget()
 
 
-def test_triton_compiles_in_threads_and_finds_it_again(found: list[int]):
-    """Loading, which that card refuses, is left to the launch."""
+def test_a_launch_finds_the_kernel_that_threads_compiled(found: list[int]):
+    """Loading fails without a GPU and is left to the launch."""
     wyfold.l2norm(torch.randn(4, 8, 64), backend="triton")
     assert found == [1]
 
 
 def test_an_interruption_leaves_nothing_behind(found: list[int]):
-    """Somebody's Ctrl-C while the kernels are compiled: what is called next is compiled as ever."""
+    """After Ctrl-C during compilation, the next call compiles as usual."""
     with mock.patch.object(_async_compile, "as_completed", side_effect=KeyboardInterrupt):
         with pytest.raises(KeyboardInterrupt):
             wyfold.l2norm(torch.randn(4, 8, 64), backend="triton")
@@ -212,7 +206,7 @@ print("torch._dynamo" in sys.modules)
 """
 
 
-def test_no_compiler_is_imported_for_it():
-    """PyTorch's own takes seconds, at the first and the second call of a process."""
+def test_pytorch_s_compiler_is_not_imported():
+    """The import would take seconds, at the first and the second call of a process."""
     done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"]

@@ -1,4 +1,4 @@
-"""Calls that repeat an earlier one: the same launches on other tensors, and only where nobody could tell."""
+"""Replay cache: a replayed call makes the launches of an ordinary one on its own tensors, or is not replayed."""
 
 import contextlib
 import ctypes
@@ -33,13 +33,13 @@ pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="no launc
 
 B, T, H, HV, D, N = 1, 128, 2, 4, 64, 3
 
-# --- a card whose launches are written down --------------------------------------------------------------------------
+# --- a fake GPU that logs launches -----------------------------------------------------------------------------------
 
 TMA_DTYPE_DEVICE_TO_HOST = {0: 0}
 
 
 def make_tensordesc_arg(x: Any, layout: Any) -> list[Any]:
-    """Under the name, and in the place, that Triton has it."""
+    """Stand-in for the function of this name in the module of Triton's launcher."""
     return [encoded(x.base.data_ptr(), 0, 0, 0, layout["block_size"], x.shape, x.strides, 0), *x.shape, *x.strides]
 
 
@@ -47,8 +47,8 @@ def encoded(address: int, *rest: Any) -> tuple[Any, ...]:
     return "box", address, *map(str, rest)
 
 
-class Written:
-    """A compiled kernel of the test's card: a launch is a line of `lines`."""
+class LoggedLauncher:
+    """Launcher of a compiled kernel on the fake GPU: appends each launch to `lines`."""
 
     def __init__(self, lines: list[tuple[Any, ...]], name: str, boxes: int):
         layout = {"swizzle": 0, "elem_size": 0, "elem_type": 0, "block_size": 0, "fp4_padded": False}
@@ -65,12 +65,14 @@ class Written:
 
 @pytest.fixture
 def lines() -> Iterator[list[tuple[Any, ...]]]:
-    """Launches of bound kernels, in order; tensors are on the CPU."""
+    """Log of the launches of compiled kernels, in order. Tensors are on the CPU."""
     found: list[tuple[Any, ...]] = []
 
     def run(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **fixed: Any) -> Any:
         boxes = sum(hasattr(x, "block_shape") for x in arguments)
-        return SimpleNamespace(run=Written(found, self.__name__, boxes), function=self.__name__, packed_metadata=())
+        return SimpleNamespace(
+            run=LoggedLauncher(found, self.__name__, boxes), function=self.__name__, packed_metadata=()
+        )
 
     with (
         pretending("sm_90", lambda *_, **__: None),
@@ -87,7 +89,7 @@ def lines() -> Iterator[list[tuple[Any, ...]]]:
 
 
 @contextlib.contextmanager
-def ordinary() -> Iterator[None]:
+def without_replay() -> Iterator[None]:
     with mock.patch.object(replay_cache, "DEVICES", frozenset()):
         yield
 
@@ -143,7 +145,7 @@ def prefilled(rule: str, **options: Any) -> Made:
 
 
 def between(*rows: int) -> dict[str, Any]:
-    """After every 64 tokens, in a pool of their own."""
+    """Options that store states after every 64 tokens, in a separate pool."""
     where = torch.arange(B * (T // 64)).view(rows)
     return {"checkpoint_every": 64, "checkpoint_pool": torch.randn(9, HV, D, D), "checkpoint_indices": where}
 
@@ -156,7 +158,7 @@ def decoded_packed(rule: str) -> Made:
 
 
 def inner(**options: Any) -> Made:
-    """TTT-Linear over whole sequences."""
+    """A call of TTT-Linear over whole sequences."""
     q, k, v = (torch.randn(B, T, heads, D, dtype=torch.bfloat16) for heads in (HV, HV, HV))
     given = {"q": q, "k": k, "v": v, "w": torch.randn(HV, D), "b": torch.randn(HV, D), "eta": torch.rand(B, T, HV, 1)}
     return wyfold.chunk_ttt_linear, {**given, **options, "backend": "triton"}
@@ -258,7 +260,7 @@ KINDS: dict[str, Callable[[], Made]] = {
     "fused_kda_gate": lambda: gated("kda", lower_bound=-5.0),
     "fused_beta_sigmoid": strengths,
 }
-# Nothing is launched for no tokens.
+# Without tokens nothing is launched.
 LAUNCHED = [kind for kind in KINDS if kind != "chunk gdn, no tokens"]
 
 
@@ -266,8 +268,8 @@ def tensors_of(result: Any) -> list[torch.Tensor]:
     return [x for x in (result if isinstance(result, tuple) else (result,)) if x is not None]
 
 
-def seen(made: Made, lines: list[tuple[Any, ...]]) -> tuple[Any, list[tuple[Any, ...]], dict[str, torch.Tensor]]:
-    """Result, launches and all tensors of a call."""
+def observe(made: Made, lines: list[tuple[Any, ...]]) -> tuple[Any, list[tuple[Any, ...]], dict[str, torch.Tensor]]:
+    """Make a call, and return its result, its launches, and all its tensors by name."""
     lines.clear()
     call, given = made
     result = call(**given)
@@ -280,7 +282,7 @@ def seen(made: Made, lines: list[tuple[Any, ...]]) -> tuple[Any, list[tuple[Any,
 
 
 def place(address: Any, tensors: dict[str, torch.Tensor]) -> tuple[str, int] | None:
-    """The tensor whose memory an address lies in, and how far from its first element."""
+    """Name of the tensor that an address points into, and the offset in bytes from its first element."""
     if isinstance(address, int):
         for name, x in tensors.items():
             span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))
@@ -290,11 +292,11 @@ def place(address: Any, tensors: dict[str, torch.Tensor]) -> tuple[str, int] | N
 
 
 NUMBERS = 2**20
-"""No size or stride here is larger; an address is, also in a Python whose heap begins low."""
+"""Bound between numbers and addresses: sizes and strides here are smaller, addresses larger on any heap."""
 
 
 def alike(one: list[tuple[Any, ...]], other: list[tuple[Any, ...]], *tensors: dict[str, torch.Tensor]) -> bool:
-    """Whether launches differ in addresses alone, and these mean the same memory of both calls."""
+    """Whether launches differ in addresses only, and equal addresses refer to the same memory in both calls."""
     there: dict[int, int] = {}
     back: dict[int, int] = {}
 
@@ -313,31 +315,31 @@ def alike(one: list[tuple[Any, ...]], other: list[tuple[Any, ...]], *tensors: di
     )
 
 
-def the_recording() -> Recording | str:
-    """Of the first kind of call that was made."""
+def first_recording() -> Recording | str:
+    """Cache entry of the first kind of call that was made."""
     return next(iter(replay_cache._recordings.values()))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("kind", LAUNCHED)
-def test_the_third_call_makes_the_launches_of_the_first(kind: str, mode: Any, lines: list[tuple[Any, ...]]):
-    """With gradients on as well, where no argument has one."""
+def test_a_replayed_call_makes_the_launches_of_the_first(kind: str, mode: Any, lines: list[tuple[Any, ...]]):
+    """Also with gradients on, if no argument requires one."""
     with mode():
-        with ordinary():
-            seen(KINDS[kind](), lines)  # compiles
+        with without_replay():
+            observe(KINDS[kind](), lines)  # compiles
             first = KINDS[kind]()
-            wanted, launches, tensors = seen(first, lines)
+            wanted, launches, tensors = observe(first, lines)
         for _ in range(2):
-            _, heard, others = seen(KINDS[kind](), lines)
-            assert alike(launches, heard, tensors, others)
-        course = the_recording()
-        assert isinstance(course, Recording), course
+            _, recorded, others = observe(KINDS[kind](), lines)
+            assert alike(launches, recorded, tensors, others)
+        recording = first_recording()
+        assert isinstance(recording, Recording), recording
         with (
             mock.patch.object(kernel_configs, "tuned", None),
             mock.patch.object(check, "shapes", None),
-        ):  # whoever asks, fails
+        ):  # a replay plans nothing
             for _ in range(2):
-                result, again, others = seen(KINDS[kind](), lines)
+                result, again, others = observe(KINDS[kind](), lines)
                 assert again and alike(launches, again, tensors, others)
     assert type(result) is type(wanted)
     for got, expected in zip(tensors_of(result), tensors_of(wanted), strict=True):
@@ -355,15 +357,15 @@ PREFILL = {
 
 @pytest.mark.parametrize("kind", PREFILL)
 def test_what_a_prefill_launches(kind: str, lines: list[tuple[Any, ...]]):
-    """What the chunk form does, and no copy of a state but those that are kept on the way."""
+    """The launches of the chunk form. States are copied only where intermediate ones are stored."""
     launches = PREFILL[kind].split()
-    warm(KINDS[kind](), lines)
+    make_replayed(KINDS[kind](), lines)
     with torch.no_grad():
-        _, found, _ = seen(KINDS[kind](), lines)
+        _, found, _ = observe(KINDS[kind](), lines)
     assert [line[0] for line in found] == [f"wyfold_{name}_triton" for name in launches]
 
 
-LEARNED: dict[str, Callable[[], Made]] = {
+WITH_GRAD: dict[str, Callable[[], Made]] = {
     "chunk delta": lambda: chunked("delta", use_qk_l2norm_in_kernel=True),
     "chunk gdn": lambda: chunked("gdn", initial_state=torch.randn(B, HV, D, D), output_final_state=True),
     "chunk gdn, packed": lambda: chunked("gdn", cu_seqlens=layout()),
@@ -385,11 +387,11 @@ LEARNED: dict[str, Callable[[], Made]] = {
 }
 
 
-def learned(made: Made, lines: list[tuple[Any, ...]]) -> tuple[list[torch.Tensor], Any, dict[str, torch.Tensor]]:
-    """Gradients of a call's floating arguments, launches of both directions, and all tensors."""
+def grad_of(made: Made, lines: list[tuple[Any, ...]]) -> tuple[list[torch.Tensor], Any, dict[str, torch.Tensor]]:
+    """Differentiate a call: gradients of its floating arguments, launches of both directions, and all tensors."""
     given = made[1]
     leaves = {n: x.requires_grad_() for n, x in given.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
-    results, _, tensors = seen(made, lines)
+    results, _, tensors = observe(made, lines)
     found = [x for x in tensors_of(results) if x.requires_grad]
     incoming = [torch.ones_like(x) for x in found]
     gradients = torch.autograd.grad(found, list(leaves.values()), incoming)
@@ -399,7 +401,7 @@ def learned(made: Made, lines: list[tuple[Any, ...]]) -> tuple[list[torch.Tensor
 
 @pytest.fixture
 def memory_once() -> Iterator[None]:
-    """No memory is given out again: an address means one tensor as long as the test runs."""
+    """Keep all memory alive, so that an address identifies one tensor for the whole test."""
     kept: list[torch.Tensor] = []
 
     def keeping(made: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -410,10 +412,10 @@ def memory_once() -> Iterator[None]:
         return keep
 
     def replay(step: Operation, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
-        repeated(step, stream, tensors, addresses)
+        usual(step, stream, tensors, addresses)
         kept.extend(x for x in tensors if x is not None)
 
-    repeated = Operation.replay
+    usual = Operation.replay
     with contextlib.ExitStack() as patches:
         made = (torch, ["empty_strided", "eye", "cat"]), (torch.Tensor, ["new_empty", "new_zeros", "clone"])
         for where, names in made:
@@ -423,20 +425,20 @@ def memory_once() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("kind", LEARNED)
-def test_both_directions_of_a_call_that_learns(kind: str, lines: list[tuple[Any, ...]], memory_once: None):
-    with ordinary():
+@pytest.mark.parametrize("kind", WITH_GRAD)
+def test_both_directions_of_a_differentiated_call(kind: str, lines: list[tuple[Any, ...]], memory_once: None):
+    with without_replay():
         for _ in range(2):
-            wanted, launches, tensors = learned(LEARNED[kind](), lines)
+            wanted, launches, tensors = grad_of(WITH_GRAD[kind](), lines)
     for _ in range(4):
-        got, again, others = learned(LEARNED[kind](), lines)
+        got, again, others = grad_of(WITH_GRAD[kind](), lines)
         assert alike(launches, again, tensors, others)
     assert [(x.shape, x.stride(), x.dtype) for x in got] == [(x.shape, x.stride(), x.dtype) for x in wanted]
-    assert [type(course) for course in replay_cache._recordings.values()] == [Recording, Recording]
+    assert [type(recording) for recording in replay_cache._recordings.values()] == [Recording, Recording]
 
 
-def test_gradients_of_some(lines: list[tuple[Any, ...]]):
-    """What is wanted is part of what a backward depends on."""
+def test_gradients_of_some_arguments(lines: list[tuple[Any, ...]]):
+    """The set of requested gradients is part of the key of a backward."""
     for names in ("q", "kv", "g", "qkv"):
         for _ in range(4):
             call, given = chunked("gdn")
@@ -445,7 +447,7 @@ def test_gradients_of_some(lines: list[tuple[Any, ...]]):
             assert [x.shape for x in found] == [x.shape for x in leaves]
 
 
-def test_a_gradient_has_none_of_its_own(lines: list[tuple[Any, ...]]):
+def test_a_second_derivative_is_refused(lines: list[tuple[Any, ...]]):
     for _ in range(4):
         call, given = chunked("gdn")
         q = given["q"].requires_grad_()
@@ -454,10 +456,10 @@ def test_a_gradient_has_none_of_its_own(lines: list[tuple[Any, ...]]):
             dq.sum().backward()
 
 
-def test_a_call_without_launches_stays_ordinary(lines: list[tuple[Any, ...]]):
+def test_a_call_without_launches_is_not_recorded(lines: list[tuple[Any, ...]]):
     call, given = KINDS["chunk gdn, no tokens"]()
     results = [call(**given)[0].shape for _ in range(4)]
-    assert len(set(results)) == 1 and the_recording() == "no kernel is launched"
+    assert len(set(results)) == 1 and first_recording() == "no kernel is launched"
 
 
 def test_out_is_returned_itself(lines: list[tuple[Any, ...]]):
@@ -467,11 +469,11 @@ def test_out_is_returned_itself(lines: list[tuple[Any, ...]]):
             assert call(**given) is given["out"]
 
 
-# --- what a call may depend on ---------------------------------------------------------------------------------------
+# --- what the key has to cover ---------------------------------------------------------------------------------------
 
 
-def warm(made: Made, lines: list[tuple[Any, ...]]) -> None:
-    """Has such calls recalled from now on."""
+def make_replayed(made: Made, lines: list[tuple[Any, ...]]) -> None:
+    """Make such calls until they are replayed."""
     call, given = made
     with torch.no_grad():
         for _ in range(3):
@@ -494,16 +496,16 @@ CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_another_call_has_launches_of_its_own(change: str, lines: list[tuple[Any, ...]]):
+def test_a_call_with_another_argument_is_not_replayed(change: str, lines: list[tuple[Any, ...]]):
     call, given = chunked("gdn")
-    warm((call, given), lines)
+    make_replayed((call, given), lines)
     other = call, {**given, **CHANGES[change](given)}
-    with torch.no_grad(), ordinary():
-        seen(other, lines)
-        _, launches, tensors = seen(other, lines)
+    with torch.no_grad(), without_replay():
+        observe(other, lines)
+        _, launches, tensors = observe(other, lines)
     with torch.no_grad():
         for _ in range(3):
-            _, found, others = seen(other, lines)
+            _, found, others = observe(other, lines)
             assert alike(launches, found, tensors, others)
 
 
@@ -511,8 +513,8 @@ def states(slots: int = 9, *, heads: int = HV, width: int = D) -> torch.Tensor:
     return torch.randn(slots, heads, width, width).bfloat16()
 
 
-def beside_an_address(shape: torch.Size) -> torch.Tensor:
-    """A pool of bfloat16 that begins 8 bytes behind a multiple of 16."""
+def misaligned(shape: torch.Size) -> torch.Tensor:
+    """A pool of bfloat16 whose address is 8 more than a multiple of 16."""
     return torch.zeros(shape.numel() + 8, dtype=torch.bfloat16)[4:-4].view(shape)
 
 
@@ -522,7 +524,7 @@ MOVED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "more slots": lambda a: {"pool": torch.cat([a["pool"]] * 2)},
     "slots apart": lambda a: {"pool": torch.cat([a["pool"]] * 2, 1)[:, HV:]},
     "heads first": lambda a: {"pool": a["pool"].transpose(0, 1).contiguous().transpose(0, 1)},
-    "address": lambda a: {"pool": beside_an_address(a["pool"].shape)},
+    "address": lambda a: {"pool": misaligned(a["pool"].shape)},
     "float32": lambda a: {"pool": a["pool"].float()},
     "pad": lambda a: {"pad_slot_id": 0},
     "pad of 64 bits": lambda a: {"pad_slot_id": 2**40},
@@ -535,13 +537,13 @@ MOVED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "output": lambda a: {"out": torch.zeros_like(a["v"])},
     "output apart": lambda a: {"out": torch.zeros(*a["v"].shape[:2], 2 * HV, a["v"].shape[3]).bfloat16()[:, :, ::2]},
 }
-"""What another call over a pool may have of its own."""
+"""Arguments that may differ between two calls over a pool."""
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode", "decode in shared memory"])
 @pytest.mark.parametrize("change", MOVED)
-def test_a_pool_is_looked_for_where_it_lies(kind: str, change: str, lines: list[tuple[Any, ...]]):
-    """Another one, or other slots of it: behind a recalled call, and recalled itself, as an ordinary call's."""
+def test_a_replay_uses_the_pool_of_the_call(kind: str, change: str, lines: list[tuple[Any, ...]]):
+    """With another pool or other slots, calls after a replay and replays launch what an ordinary call does."""
     if kind == "prefill":
         call, given = prefilled("gdn", pool=states())
     else:
@@ -550,31 +552,31 @@ def test_a_pool_is_looked_for_where_it_lies(kind: str, change: str, lines: list[
         q, k, v = (torch.randn(N, 1, heads, 128).bfloat16() for heads in (H, H, HV))
         given |= {"q": q, "k": k, "v": v, "pool": states(width=128)}
     given["g"], given["beta"] = (torch.rand(*given["v"].shape[:3]) for _ in range(2))
-    warm((call, given), lines)
+    make_replayed((call, given), lines)
     changed = {**given, **MOVED[change](given)}
     with torch.no_grad():
         for _ in range(3):
-            _, launches, tensors = seen((call, changed), lines)
-        with ordinary():
-            _, expected, others = seen((call, changed), lines)
+            _, launches, tensors = observe((call, changed), lines)
+        with without_replay():
+            _, expected, others = observe((call, changed), lines)
     assert launches and alike(expected, launches, others, tensors)
     shared = kind == "decode in shared memory" and change not in ("address", "float32")
     assert launches[-1][0].endswith("_gluon") == shared
-    assert sum(isinstance(course, Recording) for course in replay_cache._recordings.values()) == 1 + (
+    assert sum(isinstance(recording, Recording) for recording in replay_cache._recordings.values()) == 1 + (
         change not in ("pool", "slots")
     )
 
 
-def test_a_flag_is_no_number(lines: list[tuple[Any, ...]]):
+def test_a_number_for_a_flag_is_refused_after_a_replay(lines: list[tuple[Any, ...]]):
     call, given = chunked("gdn", output_final_state=True)
-    warm((call, given), lines)
+    make_replayed((call, given), lines)
     with pytest.raises(TypeError, match="output_final_state must be True or False, got 1"):
         call(**{**given, "output_final_state": 1})
 
 
-def test_errors_are_those_of_a_first_call(lines: list[tuple[Any, ...]]):
+def test_errors_after_a_replay_are_those_of_a_first_call(lines: list[tuple[Any, ...]]):
     call, given = decoded("gdn")
-    warm((call, given), lines)
+    make_replayed((call, given), lines)
     for wrong, error in (
         ({"q": "word"}, TypeError),
         ({"q": given["q"].to_sparse()}, ValueError),
@@ -590,9 +592,9 @@ def test_errors_are_those_of_a_first_call(lines: list[tuple[Any, ...]]):
 
 
 def test_zeros_of_either_sign(lines: list[tuple[Any, ...]]):
-    """They are equal, and an output times -0.0 has other bits."""
+    """0.0 equals -0.0, but an output times -0.0 has other bits."""
     call, given = chunked("gdn")
-    warm((call, given), lines)
+    make_replayed((call, given), lines)
     for scale in (0.0, 0.0, 0.0, -0.0):
         lines.clear()
         with torch.no_grad():
@@ -602,22 +604,22 @@ def test_zeros_of_either_sign(lines: list[tuple[Any, ...]]):
 
 
 def test_one_tensor_for_two_arguments(lines: list[tuple[Any, ...]]):
-    """What was heard of one tensor in two places says nothing of two tensors, and the other way round."""
+    """A recording with one tensor for two arguments does not serve two tensors, nor the reverse."""
     slots = torch.arange(N, dtype=torch.int32)
     both = lambda: decoded("gdn", state_indices=slots, output_state_indices=slots)
     apart = lambda: decoded("gdn", output_state_indices=torch.arange(N, dtype=torch.int32))
     with torch.no_grad():
         for first, second in ((both, apart), (apart, both)):
             replay_cache.forget()
-            warm(first(), lines)
-            with ordinary():
-                _, launches, tensors = seen(second(), lines)
-            _, found, others = seen(second(), lines)
-            # Memory of the first name, where two have it.
+            make_replayed(first(), lines)
+            with without_replay():
+                _, launches, tensors = observe(second(), lines)
+            _, found, others = observe(second(), lines)
+            # `place` finds the first of two names of one tensor.
             assert alike(launches, found, tensors, others)
 
 
-# --- who else may be about -------------------------------------------------------------------------------------------
+# --- observers of a call ---------------------------------------------------------------------------------------------
 
 
 class Mode(TorchDispatchMode):
@@ -654,9 +656,9 @@ AROUND: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("around", AROUND)
-def test_whoever_is_about_gets_an_ordinary_call(around: str, lines: list[tuple[Any, ...]]):
+def test_an_observer_sees_an_ordinary_call(around: str, lines: list[tuple[Any, ...]]):
     made = decoded("gdn")
-    warm(made, lines)
+    make_replayed(made, lines)
     asked = []
     usual, forward = kernel_launch.launch_kernel, importlib.import_module("wyfold.kernels.recurrent.triton.forward")
     with (
@@ -670,74 +672,74 @@ def test_whoever_is_about_gets_an_ordinary_call(around: str, lines: list[tuple[A
             made[0](**made[1])
         assert len(asked) == 1
         made[0](**made[1])
-        # A table that was changed and changed back is not looked at that closely.
+        # Restoring a table counts as a change as well.
         assert len(asked) == (2 if around == "another table" else 1)
 
 
-def test_a_call_that_somebody_hooks_is_heard_later(lines: list[tuple[Any, ...]]):
+def test_a_hooked_call_is_recorded_later(lines: list[tuple[Any, ...]]):
     call, given = decoded("gdn")
     with torch.no_grad():
         call(**given)
         with launch_hook():
             call(**given)
-        assert the_recording() == ""
+        assert first_recording() == ""
         call(**given)
-    assert isinstance(the_recording(), Recording)
+    assert isinstance(first_recording(), Recording)
 
 
 def test_an_explained_call_launches_nothing(lines: list[tuple[Any, ...]]):
     call, given = decoded("gdn")
-    warm((call, given), lines)
+    make_replayed((call, given), lines)
     assert wyfold.explain(call, **given).backend == "triton"
     assert not lines
 
 
 @pytest.mark.parametrize("kind", ["solve_tril", "chunk_scaled_dot_kkt", "ttt_decode"])
-def test_what_has_no_gradient_refuses_one_later_as_well(kind: str, lines: list[tuple[Any, ...]]):
+def test_a_missing_gradient_is_refused_after_a_replay(kind: str, lines: list[tuple[Any, ...]]):
     call, given = KINDS[kind]()
-    warm((call, given), lines)
+    make_replayed((call, given), lines)
     name = next(name for name, x in given.items() if isinstance(x, torch.Tensor))
     with pytest.raises(ValueError, match=f"{name} must not require a gradient"):
         call(**{**given, name: given[name].clone().requires_grad_()})
     assert not lines
 
 
-def test_a_step_size_is_part_of_a_call(lines: list[tuple[Any, ...]]):
-    """Which no launch has among its numbers: an operation of PyTorch writes it, zeros of either sign."""
+def test_a_step_size_is_part_of_the_key(lines: list[tuple[Any, ...]]):
+    """No launch takes it as a number: an operation of PyTorch writes it, with zeros of either sign."""
     call, given = inner()
     for eta in (0.1, 0.1, 0.2, 0.2, 0.0, -0.0, 0.1):
         with torch.no_grad():
             call(**{**given, "eta": eta})
     asked = [
         str(step.arguments[1])
-        for course in replay_cache._recordings.values()
-        if isinstance(course, Recording)
-        for step in course.steps
+        for recording in replay_cache._recordings.values()
+        if isinstance(recording, Recording)
+        for step in recording.steps
         if getattr(step, "operator", None) is torch.ops.aten.full.default
     ]
     assert asked == ["0.1", "0.2", "-0.0"]
 
 
-def test_a_gradient_is_kept(lines: list[tuple[Any, ...]]):
+def test_a_call_with_a_gradient_after_a_replay(lines: list[tuple[Any, ...]]):
     call, given = chunked("gdn")
-    warm((call, given), lines)
+    make_replayed((call, given), lines)
     o, _ = call(**{**given, "v": given["v"].clone().requires_grad_()})
     assert o.requires_grad and o.grad_fn is not None
 
 
 def test_under_autocast(lines: list[tuple[Any, ...]]):
-    """Float32 inputs are cast by the call, before any launch."""
+    """The call casts float32 inputs before any launch."""
     call, given = chunked("gdn", **{name: x.float() for name, x in tokens("gdn").items() if name in "qkv"})
     with torch.no_grad():
         for context in (torch.no_grad(), torch.autocast("cpu", torch.bfloat16)):
             with context:
                 found = [call(**given)[0].dtype for _ in range(4)]
             assert set(found) == {torch.float32 if type(context) is torch.no_grad else torch.bfloat16}
-    # That of its forward alone is not heard inside another one.
+    # The forward inside a recorded call is not recorded separately.
     assert {type(x) for x in replay_cache._recordings.values() if x} == {Recording}
 
 
-def test_no_more_than_so_many_are_remembered(lines: list[tuple[Any, ...]]):
+def test_the_cache_is_bounded(lines: list[tuple[Any, ...]]):
     with mock.patch.object(replay_cache, "CAPACITY", 3), torch.no_grad():
         for scale in range(1, 9):
             call, given = chunked("delta", scale=scale / 8)
@@ -745,8 +747,8 @@ def test_no_more_than_so_many_are_remembered(lines: list[tuple[Any, ...]]):
             assert len(replay_cache._recordings) <= 3
 
 
-def test_nothing_is_kept_alive(lines: list[tuple[Any, ...]]):
-    """Neither what a call was given nor what it returned, whether it went well or not."""
+def test_the_cache_keeps_no_tensor_alive(lines: list[tuple[Any, ...]]):
+    """Neither arguments nor results, after successful and failed calls."""
     gc.collect()
     gc.disable()
     try:
@@ -763,8 +765,8 @@ def test_nothing_is_kept_alive(lines: list[tuple[Any, ...]]):
         gc.enable()
 
 
-def test_memory_is_given_back_as_early(lines: list[tuple[Any, ...]]):
-    """Large tensors that a call drops before it asks for more are dropped by those that repeat it."""
+def test_a_replay_frees_memory_as_early(lines: list[tuple[Any, ...]]):
+    """Large tensors that a call frees before it allocates more are freed at the same point of a replay."""
     kernel, count = Kernel(), recorder.POOLED_BYTES // 4 + 1
 
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -781,17 +783,17 @@ def test_memory_is_given_back_as_early(lines: list[tuple[Any, ...]]):
         x = torch.randn(5)
         with torch.no_grad():
             assert torch.equal(replayed((x,), ("test",), lambda x=x: run(x)), x + 1.0 + 1.0 + 1.0)
-    course = the_recording()
-    assert isinstance(course, Recording)
-    assert [type(step).__name__ for step in course.steps] == [
+    recording = first_recording()
+    assert isinstance(recording, Recording)
+    assert [type(step).__name__ for step in recording.steps] == [
         *("Allocate", "RecordedLaunch", "Allocate", "RecordedLaunch", "Free", "Allocate", "RecordedLaunch"),
     ]
 
 
 def test_threads(lines: list[tuple[Any, ...]]):
-    """Each with tensors of its own; a launch's arguments are all of one call."""
+    """Threads replay one recording on separate tensors, and no launch mixes their arguments."""
     made = decoded("gdn")
-    warm(made, lines)
+    make_replayed(made, lines)
     wrong = []
 
     def work() -> None:
@@ -819,7 +821,7 @@ def test_threads(lines: list[tuple[Any, ...]]):
 
 
 class Adding:
-    """A compiled kernel that runs: so many floats of `to` become those of `of`, plus a number."""
+    """A compiled kernel that runs on the CPU: writes `count` floats of `of`, plus a number, into `to`."""
 
     def __call__(self, programs: int, *arguments: Any) -> None:
         of, to, count, number = arguments[-4:]
@@ -843,8 +845,8 @@ class Kernel:
         return first
 
 
-def test_every_tensor_has_memory_of_its_own(lines: list[tuple[Any, ...]]):
-    """Workspace, large and small, results, views, copies: what arrives is what an ordinary call computes."""
+def test_replayed_tensors_do_not_overlap(lines: list[tuple[Any, ...]]):
+    """With large and small workspace, results, views and copies, a replay computes what an ordinary call does."""
     kernel = Kernel()
 
     def add(of: torch.Tensor, to: torch.Tensor, number: float) -> torch.Tensor:
@@ -874,7 +876,7 @@ def test_every_tensor_has_memory_of_its_own(lines: list[tuple[Any, ...]]):
         assert torch.equal(seven, torch.full((5,), 7.0)) and not zeros.any() and not pool[:5].any()
         assert torch.equal(pool[5:], x + 3.0) and torch.equal(copied, (x + 3.0).double())
         assert torch.equal(back, both[1])
-    assert isinstance(the_recording(), Recording)
+    assert isinstance(first_recording(), Recording)
 
 
 REFUSED: dict[str, tuple[str, Callable[[torch.Tensor, Any], Any]]] = {
@@ -888,14 +890,14 @@ REFUSED: dict[str, tuple[str, Callable[[torch.Tensor, Any], Any]]] = {
     "a copy, seen otherwise": ("a result is part", lambda x, add: add(x, x.new_empty(5)).clone()[None]),
     "another kind": ("the result is a list", lambda x, add: [add(x, x.new_empty(5))]),
     "memory elsewhere": ("allocated on meta", lambda x, add: add(x, torch.empty(5, device="meta")) is None or None),
-    "nobody's": ("unknown origin", lambda x, add: add(x, BEFORE) is None or None),
+    "unknown memory": ("unknown origin", lambda x, add: add(x, BEFORE) is None or None),
     "no launch": ("no kernel is launched", lambda x, add: x.new_empty(5)),
 }
 BEFORE = torch.zeros(5)
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_not_understood_stays_ordinary(what: str, lines: list[tuple[Any, ...]]):
+def test_a_call_that_cannot_be_recorded_runs_as_usual(what: str, lines: list[tuple[Any, ...]]):
     kernel, (reason, run) = Kernel(), REFUSED[what]
     calls = []
 
@@ -909,7 +911,7 @@ def test_what_is_not_understood_stays_ordinary(what: str, lines: list[tuple[Any,
         add(x, torch.empty(5))
         for _ in range(4):
             replayed((x,), (what,), lambda: calls.append(what) or run(x, add))
-    assert len(calls) == 5  # once more in front of the first: which kernels are to be compiled
-    course = the_recording()
-    assert isinstance(course, str)
-    assert re.search(reason, course)
+    assert len(calls) == 5  # once more for the dry run that precedes the first call
+    recording = first_recording()
+    assert isinstance(recording, str)
+    assert re.search(reason, recording)

@@ -1,4 +1,4 @@
-"""Launches beside others: what waits for what, also where a call is repeated from its course."""
+"""Fork/join on a side stream: which stream waits for which, in a call and in its replay."""
 
 import contextlib
 import threading
@@ -15,7 +15,7 @@ from wyfold.runtime.replay_cache import Recording
 
 triton = pytest.importorskip("triton")
 
-from tests.runtime.test_replay_cache import chunked, ordinary  # noqa: E402
+from tests.runtime.test_replay_cache import chunked, without_replay  # noqa: E402
 from tests.runtime.test_replay_cache import lines as launches  # noqa: E402, F401
 from triton.runtime import driver  # noqa: E402
 
@@ -23,14 +23,14 @@ CARD = torch.device("cuda", 0)
 
 
 class Stream:
-    """A stream of a card that is not there: what happens on it is a line of `lines`."""
+    """A stream of a fake GPU, which logs its waits in `lines`."""
 
     def __init__(self, lines: list[str], handle: int):
         self.lines, self.cuda_stream = lines, handle
 
 
 class Event:
-    """A place on such a stream."""
+    """An event of the fake GPU."""
 
     def record(self, stream: Stream) -> None:
         self.recorded = stream.cuda_stream
@@ -41,7 +41,7 @@ class Event:
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
-    """Calls are made on stream 1, or on what `torch.cuda.stream` says; new streams are numbered from 10."""
+    """Log of waits and stream changes. The current stream is 1 unless set; new streams have numbers from 10."""
     found: list[str] = []
     current = [Stream(found, 1)]
 
@@ -66,17 +66,17 @@ def lines() -> Iterator[list[str]]:
         yield found
 
 
-def test_what_waits_for_what(lines):
+def test_the_streams_wait_for_each_other(lines):
     for _ in range(2):
         with side_stream.fork_side_stream(CARD) as away:
             with away:
-                lines.append("aside")
-            lines.append("here")
-    once = ["10 waits for 1", "on 10", "aside", "on 1", "here", "1 waits for 10"]
+                lines.append("side")
+            lines.append("main")
+    once = ["10 waits for 1", "on 10", "side", "on 1", "main", "1 waits for 10"]
     assert lines == once * 2
 
 
-def test_each_stream_has_its_own(lines):
+def test_each_stream_has_its_side_stream(lines):
     with side_stream.fork_side_stream(CARD), torch.cuda.stream(Stream(lines, 2)), side_stream.fork_side_stream(CARD):
         pass
     assert [line for line in lines if "waits" in line] == [
@@ -86,8 +86,8 @@ def test_each_stream_has_its_own(lines):
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_what_breaks_off_is_waited_for(lines, there: bool):
-    """Memory that launches aside still use goes back to the stream of the call."""
+def test_an_exception_joins_the_side_stream(lines, there: bool):
+    """The exception frees memory that launches on the side stream may still use."""
 
     def broken() -> None:
         with side_stream.fork_side_stream(CARD) as away:
@@ -99,14 +99,14 @@ def test_what_breaks_off_is_waited_for(lines, there: bool):
     assert [line for line in lines if "waits" in line] == ["10 waits for 1", "1 waits for 10"]
 
 
-def test_no_streams_where_nothing_is_launched(lines):
+def test_no_streams_on_the_cpu(lines):
     with side_stream.fork_side_stream(torch.device("cpu")) as away, away:
         pass
     assert not side_stream._stream_pairs
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_course_that_breaks_off_is_waited_for(lines, there: bool, monkeypatch):
+def test_an_exception_in_a_replay_joins_the_side_stream(lines, there: bool, monkeypatch):
     monkeypatch.setattr(kernel_launch, "enter_context", lambda given: None)
     monkeypatch.setattr(kernel_launch, "current_stream", lambda device: 1)
     broken = mock.Mock()
@@ -121,25 +121,25 @@ def test_a_course_that_breaks_off_is_waited_for(lines, there: bool, monkeypatch)
     assert lines == ["10 waits for 1", "1 waits for 10"]
 
 
-def test_between_the_turns_there_are_launches_alone(lines):
-    """A course would ask for memory there, or give it up, on the other stream."""
+def test_only_launches_between_fork_and_join_are_recordable(lines):
+    """A replay would allocate or free on the other stream."""
     x = torch.zeros(4)
 
-    def asked() -> None:
+    def allocates() -> None:
         with side_stream.fork_side_stream(CARD) as away, away:
             torch.empty(4)
 
-    def given_up() -> None:
+    def frees() -> None:
         y = torch.empty(4)
         with side_stream.fork_side_stream(CARD) as away, away:
             del y
 
-    assert recorder.record((x,), asked)[1] == "aten::empty is called while a side stream is forked"
-    assert recorder.record((x,), given_up)[1] == "memory is freed while a side stream is forked"
+    assert recorder.record((x,), allocates)[1] == "aten::empty is called while a side stream is forked"
+    assert recorder.record((x,), frees)[1] == "memory is freed while a side stream is forked"
 
 
-def test_threads_that_come_first_find_one_pair(lines):
-    """Each has made one when it hears of the other's."""
+def test_racing_threads_get_one_pair(lines):
+    """Both create a pair before either stores one."""
     made = threading.Barrier(2)
 
     class Late(Event):
@@ -157,23 +157,23 @@ def test_threads_that_come_first_find_one_pair(lines):
     assert found[0] is found[1]
 
 
-def test_a_course_does_the_same(lines):
-    """Who hears a call is told of the turns, and repeats a launch on the stream it was made on."""
-    heard: list[Any] = []
+def test_a_replay_forks_and_joins_alike(lines):
+    """Fork, join and launches are recorded, and a launch is replayed on the stream of the same role."""
+    steps: list[Any] = []
     launch = mock.Mock()
     launch.replay = lambda stream, *_: lines.append(f"launched on {stream}")
     launch.rebind = lambda to: launch
     with (
-        kernel_launch.observe_steps(lambda step, kernel, *, new: heard.append(step)),
+        kernel_launch.observe_steps(lambda step, kernel, *, new: steps.append(step)),
         side_stream.fork_side_stream(CARD) as away,
     ):
         with away:
-            heard.append(kernel_launch._thread.step_map(launch))
-        heard.append(launch)
+            steps.append(kernel_launch._thread.step_map(launch))
+        steps.append(launch)
     for stream, side in ((1, 10), (2, 11)):
         lines.clear()
         with torch.cuda.stream(Stream(lines, stream)):
-            for step in heard:
+            for step in steps:
                 step.rebind(lambda n, offset: (n, offset)).replay(stream, [], [])
         assert lines[1:-1] == [
             *(f"{side} waits for {stream}", f"launched on {side}"),
@@ -183,7 +183,7 @@ def test_a_course_does_the_same(lines):
 
 @pytest.mark.skipif(triton.knobs.runtime.interpret, reason="no launch is bound in the interpreter")
 @pytest.mark.parametrize("rule", ["gdn", "kda"])
-def test_a_call_in_segments_is_repeated_on_both_streams(rule: str, lines, launches, monkeypatch):  # noqa: F811
+def test_a_call_in_segments_is_replayed_on_both_streams(rule: str, lines, launches, monkeypatch):  # noqa: F811
     op, given = chunked(rule)
     wanted = [x.requires_grad_() for x in given.values() if isinstance(x, torch.Tensor)]
     fork_side_stream = side_stream.fork_side_stream
@@ -198,7 +198,7 @@ def test_a_call_in_segments_is_repeated_on_both_streams(rule: str, lines, launch
         return [(name.removeprefix("wyfold_").removesuffix("_triton"), stream) for name, _, stream, *_ in launches]
 
     with segment_rule.forced(2):
-        with ordinary():
+        with without_replay():
             called()
             found = called()
         waits = [line for line in lines if "waits" in line]

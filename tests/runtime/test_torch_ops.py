@@ -1,4 +1,4 @@
-"""Registered operators: no autocast inside, one derivative, and gradients that a compiler asks for without need."""
+"""Registered operators: no autocast inside, no second derivative, and the dispatcher is skipped where possible."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ONCE = {
 
 @pytest.mark.parametrize("name", ONCE)
 def test_a_second_derivative_is_refused_and_never_left_out(name: str):
-    """Also where the incoming gradient needs none, as after a sum: a gradient penalty must not lose its term."""
+    """Also if the incoming gradient requires no gradient, as after a sum. A gradient penalty must not lose its term."""
     x = torch.randn(TOKENS, requires_grad=True)
     (dx,) = torch.autograd.grad(ONCE[name](x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once differentiable"):
@@ -37,7 +37,7 @@ def test_a_second_derivative_is_refused_and_never_left_out(name: str):
 
 
 @pytest.mark.parametrize("name", ONCE)
-def test_asking_for_the_graph_changes_no_gradient(name: str):
+def test_create_graph_changes_no_gradient(name: str):
     x = torch.randn(TOKENS, requires_grad=True)
     (plain,) = torch.autograd.grad(ONCE[name](x).sum(), x)
     (with_graph,) = torch.autograd.grad(ONCE[name](x).sum(), x, create_graph=True)
@@ -46,10 +46,10 @@ def test_asking_for_the_graph_changes_no_gradient(name: str):
 
 @pytest.mark.parametrize("name", ["delta", "recurrent", "ttt", "conv"])
 def test_compiled_gradients_without_a_final_state(name: str):
-    """A compiler hands the backward a zero gradient even for the empty result in a missing state's place.
+    """A compiler passes the backward a zero gradient even for the empty result that stands for a missing state.
 
-    It also refuses an autograd.Function that is given one tensor twice, which these calls do on purpose. The sum of the
-    three gradients of x is taken in another order then.
+    It also refuses an autograd.Function that gets one tensor twice, as these calls do on purpose. The three gradients
+    of x are then added in another order.
     """
     compiled = torch.compile(ONCE[name], fullgraph=True, backend="aot_eager")
     x = torch.randn(TOKENS, dtype=torch.float64, requires_grad=True)
@@ -61,7 +61,7 @@ def test_compiled_gradients_without_a_final_state(name: str):
 
 @pytest.mark.parametrize("name", ["delta", "recurrent", "ttt", "conv"])
 def test_autocast_stays_outside(name: str):
-    """q, k and v are cast by the operator's own rule; the products inside keep their float32, forward and backward."""
+    """The operator casts q, k and v by its rule. The products inside stay in float32, forward and backward."""
     x, do = torch.randn(TOKENS), torch.randn(ONCE[name](torch.zeros(TOKENS)).shape)
     cast = (x if name == "conv" else x.bfloat16()).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
@@ -75,7 +75,7 @@ def test_autocast_stays_outside(name: str):
 @pytest.mark.parametrize("name", ["delta", "ttt"])
 @pytest.mark.parametrize("precision", ["medium", "high"])
 def test_float32_products_stay_float32(name: str, precision: str):
-    """Also where the process allows TF32 or bfloat16 products; its setting is its own again afterwards."""
+    """Also if the process allows TF32 or bfloat16 products. Its setting is restored afterwards."""
     x = torch.randn(TOKENS, requires_grad=True)
     do = torch.randn_like(x)
     exact = ONCE[name](x)
@@ -92,12 +92,12 @@ def test_float32_products_stay_float32(name: str, precision: str):
     assert torch.equal(gradient, wanted)
 
 
-# --- past the dispatcher ---------------------------------------------------------------------------------------------
+# --- calls that skip the dispatcher ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def seen(monkeypatch) -> list[str]:
-    """Names of operators that went through PyTorch's dispatcher; a call past it leaves none."""
+    """Log of the operators that are called through PyTorch's dispatcher."""
     names: list[str] = []
     usual = dict(torch_ops._implementations)
 
@@ -121,8 +121,8 @@ def there_and_back(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return o.detach(), torch.autograd.grad(o, x, torch.ones_like(o))[0]
 
 
-def test_a_plain_call_goes_past_the_dispatcher_and_a_watched_one_through_it(seen: list[str]):
-    """Same bits either way; modes, profilers and tangents see the operator's name."""
+def test_a_plain_call_skips_the_dispatcher_and_an_observed_one_does_not(seen: list[str]):
+    """The bits are the same. Modes, profilers and tangents see the operator's name."""
     x = torch.randn(TOKENS, requires_grad=True)
     plain = there_and_back(x)
     with torch.no_grad():
@@ -151,8 +151,8 @@ def test_a_plain_call_goes_past_the_dispatcher_and_a_watched_one_through_it(seen
     assert len(seen) == 5
 
 
-def test_tensors_that_are_not_what_their_memory_holds(seen: list[str]):
-    """A negated view's memory has the other sign, and PyTorch writes it out on the way through its dispatcher."""
+def test_tensors_whose_memory_does_not_hold_their_values(seen: list[str]):
+    """The memory of a negated view has the other sign; PyTorch's dispatcher resolves it."""
     x = torch.randn(TOKENS)
     turned = torch.complex(torch.zeros_like(x), -x).conj().imag
     assert turned.is_neg() and torch.equal(turned, x)
@@ -172,7 +172,7 @@ class Sub(torch.Tensor):
     pass
 
 
-def test_only_ordinary_arguments_are_unobserved():
+def test_only_plain_tensors_skip_the_dispatcher():
     x = torch.zeros(3)
     with torch.no_grad():
         assert torch_ops.can_skip_dispatch(x, [x, x], None, 1, 1.0, True, "word", torch.float32)
@@ -204,6 +204,6 @@ for dtype in (torch.float32, torch.float64):
 
 @pytest.mark.parametrize("attempt", range(4))
 def test_the_first_exponential_of_a_process_is_exact(attempt: int):
-    """Without the library's own first call one process in six gets a first parallel result of half the digits."""
+    """Without the package's first call, the first parallel result has half the digits in one process in six."""
     done = subprocess.run([sys.executable, "-c", FIRST_CALLS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
