@@ -17,6 +17,12 @@ triton = pytest.importorskip("triton")
 
 from tests.compile.aot import RUN, pretending  # noqa: E402
 from tests.runtime.test_replay_cache import KINDS, LAUNCHED, WITH_GRAD, Kernel, chunked, grad_of, lines, tokens  # noqa: E402, F401
+from triton.runtime import _async_compile  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from wyfold.kernels.norm import triton as norm  # noqa: E402
+
+pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter compiles nothing")
 
 
 @pytest.fixture
