@@ -52,7 +52,7 @@ def saved_by(op: Callable, a: dict[str, Any], **options: Any) -> list[int]:
     return [x.numel() for x in o.grad_fn.saved_tensors[-6:]]
 
 
-def test_what_a_backward_keeps(monkeypatch):
+def test_tensors_saved_for_the_backward(monkeypatch):
     monkeypatch.setattr(workspace, "WORKSPACE_BYTES", 1)
     a = inputs.draw("random", "kda", Shape(2, 300, 1, 2, 8, 16))
     borders, *factors = saved_by(wyfold.chunk_kda, a)
@@ -63,7 +63,7 @@ def test_what_a_backward_keeps(monkeypatch):
     assert saved_by(wyfold.fused_recurrent_kda, a)[1:] == [0] * 5
 
 
-def test_a_layout_and_its_boundaries_are_one_call(results):
+def test_a_layout_and_its_boundaries_give_equal_results(results):
     a = inputs.draw("random", "kda", Shape(1, 40, 1, 2, 8, 8))
     cu = torch.tensor([0, 7, 33])
     one, other = (results(wyfold.chunk_kda, a, cu_seqlens=x) for x in (cu, SequenceLayout(cu, 40)))
@@ -311,14 +311,14 @@ def refused(float64_bounds, got: dict[str, Tensor], truth: dict[str, Tensor]) ->
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rule", RULES)
-def test_the_probe_passes_unharmed(rule: str, form: str, truths, results, float64_bounds, monkeypatch):
+def test_the_probe_passes_without_a_bug(rule: str, form: str, truths, results, float64_bounds, monkeypatch):
     monkeypatch.setattr(workspace, "WORKSPACE_BYTES", 1)
     monkeypatch.setattr(workspace, "MIN_COLUMNS", 3)
     assert refused(float64_bounds, results(getattr(wyfold, f"{form}_{rule}"), probe(rule)), truths[rule]) == []
 
 
 @pytest.mark.parametrize("module, name, plant, rules, form", PLANTED, ids=lambda x: getattr(x, "__name__", None))
-def test_a_planted_bug_shows(module, name, plant, rules, form, truths, results, float64_bounds, monkeypatch):
+def test_a_planted_bug_is_detected(module, name, plant, rules, form, truths, results, float64_bounds, monkeypatch):
     monkeypatch.setattr(workspace, "WORKSPACE_BYTES", 1)
     monkeypatch.setattr(workspace, "MIN_COLUMNS", 3)
     where = importlib.import_module(f"wyfold.{module}")

@@ -63,7 +63,7 @@ def test_a_packed_batch(rule: str, count: int, results, float64_bounds):
 
 
 @pytest.mark.parametrize("options", [{"disable_recompute": True}, {"state_v_first": True}], ids=str)
-def test_what_is_kept_and_how_states_lie(options: dict, rule: str, results, float64_bounds):
+def test_saved_factors_and_state_layout(options: dict, rule: str, results, float64_bounds):
     a = call(rule, Shape(1, 9 * C, 1, 1, 8, 16))
     if "state_v_first" in options:
         a["initial_state"] = a["initial_state"].mT.contiguous()
@@ -79,7 +79,7 @@ def test_without_states_and_in_parts(rule: str, results, float64_bounds, monkeyp
 
 
 @pytest.mark.parametrize("gate", ["-5", "-1e-3", "reset one", "reset all"])
-def test_gates_that_forget_at_once_or_hardly(gate: str, results, float64_bounds):
+def test_gates_that_forget_at_once_or_slowly(gate: str, results, float64_bounds):
     """Borders cut off no history, whether gates keep the first token or forget it at once."""
     a = call("kda", Shape(1, 20 * C, 1, 1, 8, 8), gate=gate)
     compare("kda", a, 5, results, float64_bounds)
@@ -97,7 +97,7 @@ def test_some_gradients(wanted: tuple[str, ...], results, float64_bounds):
 
 @pytest.mark.parametrize("keep", [False, True], ids=["recomputed", "kept"])
 @pytest.mark.parametrize("N", [None, 3], ids=["dense", "packed"])
-def test_what_is_kept_has_the_sizes_that_metadata_give(N: int | None, keep: bool, results, monkeypatch):
+def test_saved_tensors_have_the_sizes_from_metadata(N: int | None, keep: bool, results, monkeypatch):
     seen, forward = [], delta_eager_segments.forward
 
     def watched(t: Any, options: Any, out: Tensor | None = None) -> Any:
@@ -157,7 +157,7 @@ def test_neighbours_change_no_bit(rule: str, results):
                 assert torch.equal(got, x), (n, name)
 
 
-def test_what_forbids_segments(results):
+def test_options_that_forbid_segments(results):
     a = call("kda", Shape(1, 9 * C, 1, 1, 8, 8))
     whole = results(wyfold.chunk_kda, a)
     with segment_rule.forced(4):

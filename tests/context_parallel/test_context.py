@@ -261,7 +261,7 @@ MODULES = {
 # --- errors, on all ranks at once ------------------------------------------------------------------------------------
 
 
-def refused(given: None, group: dist.ProcessGroup) -> None:
+def errors(given: None, group: dist.ProcessGroup) -> None:
     """A call that differs on one rank is an error on all; the next equal call works."""
     rank, cu = group.rank(), torch.tensor([0, 12, 40])
     other = rank == 1
@@ -314,7 +314,7 @@ def refused(given: None, group: dist.ProcessGroup) -> None:
         assert kda().shape == (1, T, 2, 8)
 
 
-def once(given: None, group: dist.ProcessGroup) -> None:
+def compared_once(given: None, group: dist.ProcessGroup) -> None:
     """Ranks compare a kind of call once with check="first", every time with "always", and never with "never"."""
     compared = []
     check_agreement, collectives.check_agreement = collectives.check_agreement, lambda *said: compared.append(said)
@@ -346,7 +346,7 @@ def explained(given: None, group: dist.ProcessGroup) -> None:
     assert wyfold.explain(wyfold.chunk_kda, q, q, q, cp_context=alone).collectives == ()
 
 
-def built(given: None, group: dist.ProcessGroup) -> None:
+def context_methods(given: None, group: dist.ProcessGroup) -> None:
     """Attributes and methods of a context, and the errors of `build_cp_context`."""
     world = group.size()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
@@ -403,7 +403,7 @@ def _fragments(cu: torch.Tensor, group: dist.ProcessGroup, owned: list[Any]) -> 
     return build_cp_context(cu, group, layout="fragments", fragments=owned)
 
 
-def other_ways(given: None, group: dist.ProcessGroup) -> None:
+def compiled_or_checkpointed(given: None, group: dist.ProcessGroup) -> None:
     """A call compiled as one graph, or rerun by activation checkpointing, gives the same bits."""
     warnings.simplefilter("ignore")  # PyTorch's own, of its compiler
     builds = (
@@ -465,7 +465,7 @@ def _step(run: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return y.detach(), x.grad
 
 
-def death(given: None, group: dist.ProcessGroup) -> None:
+def rank_dies(given: None, group: dist.ProcessGroup) -> None:
     """A rank dies between forward and backward."""
     context = build_cp_context(None, group, total_tokens=90)
     q = torch.ones(2, context.tokens, 1, 8, requires_grad=True)
@@ -483,10 +483,10 @@ def death(given: None, group: dist.ProcessGroup) -> None:
 # Eight ranks on two cores take as long as all others together, so they run only cases with an odd number.
 CASES = {name: Case(x.prepare, x.run, most=8 if x.seed % 2 else 4) for name, x in COMPARISONS.items()}
 CASES |= {name: Case(x.prepare, x.run, most=3) for name, x in MODULES.items()}
-CASES |= {run.__name__: Case(lambda: None, run, most=3) for run in (refused, once, explained, built)}
+CASES |= {run.__name__: Case(lambda: None, run, most=3) for run in (errors, compared_once, explained, context_methods)}
 CASES["sharded parameters"] = Case(unsharded, sharded, most=4)
-CASES |= {"other ways": Case(lambda: None, other_ways, most=2)}
-DEATH = {"a rank dies": Case(lambda: None, death)}
+CASES |= {"other ways": Case(lambda: None, compiled_or_checkpointed, most=2)}
+DEATH = {"a rank dies": Case(lambda: None, rank_dies)}
 
 
 def test_ranks_compute_what_one_process_does(tmp_path: Path):

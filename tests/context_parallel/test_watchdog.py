@@ -162,7 +162,7 @@ def a_broken_collective(_: None, group: dist.ProcessGroup) -> None:
         assert str(found.value.__cause__) == "Connection closed by peer"
 
 
-def it_says_which(_: None, group: dist.ProcessGroup) -> None:
+def named_inside_the_block(_: None, group: dist.ProcessGroup) -> None:
     """RankLost names the rank also if it is caught inside the block."""
     with patched(GRACE_S=0.5):
         if group.rank() == 1:
@@ -185,7 +185,9 @@ def an_end_without_an_error(_: None, group: dist.ProcessGroup) -> None:
 
 
 LIVING = {run.__name__: Case(lambda: None, run) for run in (one_after_another, the_same_error, a_broken_channel)}
-LIVING |= {run.__name__: Case(lambda: None, run) for run in (an_error_of_one, a_broken_collective, it_says_which)}
+LIVING |= {
+    run.__name__: Case(lambda: None, run) for run in (an_error_of_one, a_broken_collective, named_inside_the_block)
+}
 LIVING |= {run.__name__: Case(lambda: None, run) for run in (an_end_without_an_error, silence)}
 KILLED = {"killed": Case(lambda: None, killed)}
 
@@ -213,7 +215,7 @@ def test_one_rank_is_not_watched(alone):
     assert watch.lost == ""
 
 
-def test_what_cannot_be_watched_is_refused(alone):
+def test_invalid_arguments(alone):
     with pytest.raises(ValueError, match=r"^Watch: silence_s must be positive, got 0$"):
         Watch(alone, silence_s=0)
     with pytest.raises(TypeError, match=r"^Watch: mesh_or_group must be a ProcessGroup or a DeviceMesh, got int$"):

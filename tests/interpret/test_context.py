@@ -79,7 +79,7 @@ COMPARISONS = {
 }
 
 
-def other_ways(given: None, group: dist.ProcessGroup) -> None:
+def compiled_or_checkpointed(given: None, group: dist.ProcessGroup) -> None:
     """Compiled as one graph, or recomputed by activation checkpointing: the same bits."""
     warnings.simplefilter("ignore")  # warnings of PyTorch's compiler
     torch.manual_seed(0)
@@ -104,7 +104,7 @@ def other_ways(given: None, group: dist.ProcessGroup) -> None:
         assert all(map(torch.equal, found, expected))
 
 
-def twice(given: None, group: dist.ProcessGroup) -> None:
+def second_backward(given: None, group: dist.ProcessGroup) -> None:
     """A second backward through the same call gives the same gradients, also with kept factors."""
     context = build_cp_context(torch.tensor([0, 20, 90]), group)
     for keep in (False, True):
@@ -114,7 +114,7 @@ def twice(given: None, group: dist.ProcessGroup) -> None:
         assert torch.equal(first, second)
 
 
-def moved(given: None, group: dist.ProcessGroup) -> None:
+def changed_boundaries(given: None, group: dist.ProcessGroup) -> None:
     """Boundaries that change between forward and backward are refused before anything is sent."""
     context = build_cp_context(torch.tensor([0, 40]), group)
     q = torch.ones(1, context.tokens, 1, 16, requires_grad=True)
@@ -129,7 +129,7 @@ def moved(given: None, group: dist.ProcessGroup) -> None:
             raise AssertionError("not refused")
 
 
-def no_rows(given: None, group: dist.ProcessGroup) -> None:
+def zero_batch_rows(given: None, group: dist.ProcessGroup) -> None:
     """A batch of no rows gives empty results over ranks, as on one process."""
     context = build_cp_context(None, group, total_tokens=40)
     q = torch.ones(0, context.tokens, 1, 16, requires_grad=True)
@@ -141,7 +141,7 @@ def no_rows(given: None, group: dist.ProcessGroup) -> None:
     assert dq.shape == q.shape
 
 
-def broken(given: None, group: dist.ProcessGroup) -> None:
+def waits_after_a_failure(given: None, group: dist.ProcessGroup) -> None:
     """No collective is left without a wait, also if the call raises after starting it or does not need its result."""
     context = build_cp_context(torch.tensor([0, 40]), group)
     q = torch.ones(1, context.tokens, 1, 16)
@@ -211,7 +211,15 @@ def explained(given: None, group: dist.ProcessGroup) -> None:
 CASES = {name: Case(x.prepare, x.run, least=3) for name, x in COMPARISONS.items()}
 CASES |= {
     run.__name__: Case(lambda: None, run, most=2)
-    for run in (other_ways, registered, explained, twice, moved, broken, no_rows)
+    for run in (
+        compiled_or_checkpointed,
+        registered,
+        explained,
+        second_backward,
+        changed_boundaries,
+        waits_after_a_failure,
+        zero_batch_rows,
+    )
 }
 
 

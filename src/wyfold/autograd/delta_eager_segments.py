@@ -47,7 +47,7 @@ def forward(
     S0 = None if t.initial_state is None else transpose_if_v_first(t.initial_state, options)
     states, maps = call.summaries(S0)
     call.fold(states, maps, back=False)
-    entering = call.spread(S0, states, call.leading + 1, call.firsts)
+    entering = call.scatter_states(S0, states, call.leading + 1, call.firsts)
     found, kept = delta_eager.forward(call.packed(entering), call.inside, call.one_buffer(result.o))
     if options.final_state:
         result.final_state.copy_(transpose_if_v_first(found.final_state[call.lasts], options))
@@ -77,7 +77,7 @@ def backward(given: DeltaBackwardInputs) -> list[Tensor]:
         do = t.v.new_zeros(()).expand(t.v.shape)
     gradients = call.summaries_back(do, dST)
     call.fold(gradients, maps[: gradients.shape[0]], back=True)
-    leaving = call.spread(dST, gradients, call.leading, call.lasts)
+    leaving = call.scatter_states(dST, gradients, call.leading, call.lasts)
     inside = DeltaBackwardInputs(call.packed(entering), call.inside, kept, _one_buffer(do), leaving, needs)
     found = delta_eager.backward(inside)
     if needs[INITIAL_STATE] and t.initial_state is not None:
@@ -109,12 +109,12 @@ class SegmentedCall(NamedTuple):
             cu = legal_boundaries(options.operator, cu if t.cu_seqlens_cpu is None else t.cu_seqlens_cpu, T)
         grid = table.kernel_module("chunk_grid", "eager").chunk_grid(B, T, options.chunk_size, cu)
         segments = table.kernel_module("segment_grid", "eager").segment_grid(grid, options.cut, torch.device("cpu"))
-        goes_on = segments.sequence[1:] == segments.sequence[:-1]
-        leading = (goes_on & (segments.sequence[1:] < segments.sequences)).nonzero().flatten()
+        continues = segments.sequence[1:] == segments.sequence[:-1]
+        leading = (continues & (segments.sequence[1:] < segments.sequences)).nonzero().flatten()
         return cls(t, options, segments, leading, segments.first[:-1], segments.first[1:] - 1)
 
     @property
-    def most(self) -> int:
+    def capacity(self) -> int:
         """Capacity of segments; unused ones are empty, so that sizes do not depend on boundaries."""
         return self.segments.grid.sequences
 
@@ -133,7 +133,7 @@ class SegmentedCall(NamedTuple):
         """View an output [B, T, ...] as [1, B T, ...]."""
         return o.view(1, -1, *o.shape[2:])
 
-    def spread(self, given: Tensor | None, borders: Tensor, at: Tensor, ends: Tensor) -> Tensor:
+    def scatter_states(self, given: Tensor | None, borders: Tensor, at: Tensor, ends: Tensor) -> Tensor:
         """Scatter states at borders, and states at the ends of sequences, to segments.
 
         Args:
@@ -145,7 +145,7 @@ class SegmentedCall(NamedTuple):
         Returns:
             [segments, HV, K, V].
         """
-        states = borders.new_zeros(self.most, *borders.shape[1:])
+        states = borders.new_zeros(self.capacity, *borders.shape[1:])
         states[at] = borders
         if given is not None:
             states[ends] = given.to(states.dtype)
@@ -158,7 +158,7 @@ class SegmentedCall(NamedTuple):
         """Compute H [borders, HV, K, V] and M [borders, HV, K, K] of the segment before each border."""
         t = self.tensors
         HV, K, V = t.v.shape[2], t.q.shape[3], t.v.shape[3]
-        S = t.q.new_zeros(self.most, HV, K, V + K, dtype=wide(t.q.dtype))
+        S = t.q.new_zeros(self.capacity, HV, K, V + K, dtype=wide(t.q.dtype))
         if S0 is not None:
             S[self.firsts, ..., :V] = S0.to(S.dtype)
         S[..., V:] = torch.eye(K, dtype=S.dtype, device=S.device)
@@ -177,7 +177,7 @@ class SegmentedCall(NamedTuple):
         """Compute c [borders, HV, K, V] of the segment after each border."""
         t = self.tensors
         HV, K, V = t.v.shape[2], t.q.shape[3], t.v.shape[3]
-        dS = t.q.new_zeros(self.most, HV, K, V, dtype=wide(t.q.dtype))
+        dS = t.q.new_zeros(self.capacity, HV, K, V, dtype=wide(t.q.dtype))
         if dST is not None:
             dS[self.lasts] = dST.to(dS.dtype)
         call, carried, entering = EagerCall(self.packed(dS), self.inside), dS[:0], torch.empty_like(dS)

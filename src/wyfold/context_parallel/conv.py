@@ -56,9 +56,9 @@ class ConvAcrossRanks(torch.autograd.Function):
         gradients = [next(found) if need else None for need in local]
         gathered = halo.gather_gradients(gradients[-1])
         gradients = [None if dx is None else after(dx, gathered) for dx in gradients]
-        dx, dbegun = gradients[0], halo.add_received(gathered, gradients[-1], gradients[0])
+        dx, dstarting = gradients[0], halo.add_received(gathered, gradients[-1], gradients[0])
         gradients[0] = None if dx is None else dx.view(t.x.shape)
-        gradients[-1] = dbegun.to(t.initial_state.dtype) if t.initial_state is not None and needs[-1] else None
+        gradients[-1] = dstarting.to(t.initial_state.dtype) if t.initial_state is not None and needs[-1] else None
         residual = DIFFERENTIABLE - 2
         if (dresidual := gradients[residual]) is not None:
             gradients[residual] = dresidual.view(t.x.shape)
@@ -145,10 +145,10 @@ class _Halo:
         """
         for chain in self.context.partition.chains:
             dlatest = torch.zeros_like(gathered[0, 0])
-            for behind, piece in pairwise(reversed(chain)):
-                n = self.own_inputs(behind)
+            for later, piece in pairwise(reversed(chain)):
+                n = self.own_inputs(later)
                 passed_on = torch.cat([dlatest.new_zeros(*dlatest.shape[:-1], n), dlatest[..., : self.width - n]], -1)
-                dlatest = gathered[behind.rank, behind.entering] + (0 if behind.last else passed_on)
+                dlatest = gathered[later.rank, later.entering] + (0 if later.last else passed_on)
                 if piece.rank != self.context.rank:
                     continue
                 n, end = self.own_inputs(piece), piece.offset + piece.length

@@ -96,8 +96,8 @@ class DeltaAcrossRanks(torch.autograd.Function):
         gathered = context.all_gather_async(after(send_buffer, do, dST))
         gradients = implementation.backward(call, RankBackwardInputs(do, leaving, saved, needs), made, gathered)
         if needs[INITIAL_STATE] and t.initial_state is not None:
-            begun = gradients[INITIAL_STATE][context.starting_pieces(call.B, device)]
-            gradients[INITIAL_STATE] = transpose_if_v_first(begun, call.options).to(t.initial_state.dtype)
+            starting = gradients[INITIAL_STATE][context.starting_pieces(call.B, device)]
+            gradients[INITIAL_STATE] = transpose_if_v_first(starting, call.options).to(t.initial_state.dtype)
         none = (None,) * (TENSORS + 2 - DIFFERENTIABLE)
         # Gradients of one buffer are those of B rows, one after another.
         wanted = zip(gradients, t, needs, strict=False)
@@ -186,9 +186,9 @@ def _maps_between(call: RankCall, send_buffer: Tensor) -> Tensor:
         a backward there are no rows.
     """
     K, V = call.tensors.q.shape[3], call.tensors.v.shape[3]
-    coming = [piece for piece in call.context.pieces if not piece.first] if call.options.save else []
-    maps = call.states(len(coming) * call.B, K).unflatten(0, (len(coming), call.B))
-    for piece in coming:
+    incoming = [piece for piece in call.context.pieces if not piece.first] if call.options.save else []
+    maps = call.states(len(incoming) * call.B, K).unflatten(0, (len(incoming), call.B))
+    for piece in incoming:
         if not piece.last:
             maps[piece.entering] = send_buffer[piece.leaving, ..., V:]
     return maps

@@ -76,18 +76,18 @@ def backward(call: RankCall, given: RankBackwardInputs, kept: list[Tensor], gath
     """
     entering, tails, states, M = given.saved[:4]
     try:
-        at, do, routes = (
+        pieces_call, do, routes = (
             _pieces_call(call, entering),
             call.one_buffer(given.do),
             call.context.backward_routes(gathered.device),
         )
         scanned = tails, do, given.leaving, states, M, kept[0], kept[1:], given.needs[INITIAL_STATE]
-        dS0, within, tokens = launches.scan_back(at, ScanBackInputs(gathered, routes, *scanned))
+        dS0, within, tokens = launches.scan_back(pieces_call, ScanBackInputs(gathered, routes, *scanned))
     finally:
         wait_gathered(gathered)
     del scanned
     kept.clear()
-    found = launches.tokens_back(at, TokensBackInputs(do, within, tokens, given.needs))
+    found = launches.tokens_back(pieces_call, TokensBackInputs(do, within, tokens, given.needs))
     found[INITIAL_STATE] = dS0
     return found
 
@@ -95,8 +95,8 @@ def backward(call: RankCall, given: RankBackwardInputs, kept: list[Tensor], gath
 def _pieces_call(call: RankCall, entering: Tensor) -> PiecesCall:
     """The call of all pieces from the states `entering`, with its chunk and segment tables."""
     options, device = call.options, call.tensors.q.device
-    places = call.context.segments(call.B, options.chunk_size, options.cut, device)
-    return PiecesCall(call.packed(entering), call.inside, *places)
+    tables = call.context.segments(call.B, options.chunk_size, options.cut, device)
+    return PiecesCall(call.packed(entering), call.inside, *tables)
 
 
 def _tails(call: RankCall) -> Tensor:
@@ -111,9 +111,9 @@ def _tails(call: RankCall) -> Tensor:
     leaving = [piece for piece in call.context.pieces if not piece.last]
     if not any(piece.length % C for piece in leaving):
         return call.states(0, V + K)
-    tails, nothing = call.states(len(leaving) * call.B, V + K), call.states(call.B, V)
+    tails, zero_state = call.states(len(leaving) * call.B, V + K), call.states(call.B, V)
     tails[..., V:] = torch.eye(K, device=tails.device)
     for piece in leaving:
-        if rest := piece.length % C:
-            tails.unflatten(0, (-1, call.B))[piece.leaving] = call.affine_map(piece, nothing, piece.length - rest)
+        if tail := piece.length % C:
+            tails.unflatten(0, (-1, call.B))[piece.leaving] = call.affine_map(piece, zero_state, piece.length - tail)
     return tails

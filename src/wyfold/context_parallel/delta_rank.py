@@ -92,12 +92,12 @@ class RankCall(NamedTuple):
         t = self.alone(piece, S, start)
         K, V = t.q.shape[3], t.v.shape[3]
         identity = torch.eye(K, dtype=S.dtype, device=S.device).expand(*S.shape[:2], K, K)
-        nothing = t.v.new_zeros(()).expand(*t.v.shape[:-1], K)
+        zero_values = t.v.new_zeros(()).expand(*t.v.shape[:-1], K)
         if V + K <= MAX_COLUMNS:
-            both = t._replace(v=torch.cat([t.v, nothing], dim=-1), initial_state=torch.cat([S, identity], dim=-1))
+            both = t._replace(v=torch.cat([t.v, zero_values], dim=-1), initial_state=torch.cat([S, identity], dim=-1))
             return run(both, options)[0].final_state
         H = run(t, options)[0].final_state
-        M = run(t._replace(v=nothing, initial_state=identity.contiguous()), options)[0].final_state
+        M = run(t._replace(v=zero_values, initial_state=identity.contiguous()), options)[0].final_state
         return torch.cat([H, M], dim=-1)
 
 

@@ -184,6 +184,6 @@ def _numbered(pieces: Sequence[Piece]) -> Iterator[Piece]:
     """Yield a rank's pieces with `leaving` and `entering`, their rows in the send buffers."""
     leaving = entering = 0
     for piece in pieces:
-        goes, came = not piece.last, not piece.first
-        yield replace(piece, leaving=leaving if goes else -1, entering=entering if came else -1)
-        leaving, entering = leaving + goes, entering + came
+        leaves, enters = not piece.last, not piece.first
+        yield replace(piece, leaving=leaving if leaves else -1, entering=entering if enters else -1)
+        leaving, entering = leaving + leaves, entering + enters

@@ -30,7 +30,7 @@ def backward_routes(partition: Partition, rank: int) -> list[int]:
 
 
 def _routes(
-    chains: Iterable[Iterable[Piece]], rank: int, send_rows: int, numbers: Callable[[Piece], tuple[int, int]]
+    chains: Iterable[Iterable[Piece]], rank: int, send_rows: int, indices: Callable[[Piece], tuple[int, int]]
 ) -> list[int]:
     """Build the routes of a rank along all chains.
 
@@ -44,7 +44,7 @@ def _routes(
     for chain in chains:
         before: list[int] = []
         for piece in chain:
-            row, place = numbers(piece)
+            row, place = indices(piece)
             if piece.rank == rank and before:
                 found[place] = list(before)
             before.append(piece.rank * send_rows + row)
