@@ -59,9 +59,9 @@ from wyfold.tile.index.gluon import (
 from wyfold.tile.index.triton import (
     all_or_none,
     require_descriptors,
-    segment_place,
+    segment_coords,
     sequence_span,
-    slot_place,
+    slot_coords,
     strides,
     tile_descriptor,
     tma_readable,
@@ -366,9 +366,9 @@ def wyfold_scan_gluon(
     i_tile = i_c * HV + i_hv
     begins, ends, i_border, i_to = True, True, i_n, None
     if p_sequence is not None:
-        i_n, i_border, begins, ends = segment_place(i_n, p_sequence, p_first_segment, N)
+        i_n, i_border, begins, ends = segment_coords(i_n, p_sequence, p_first_segment, N)
     if slots is not None:
-        i_n, begins, i_to, ends, live = slot_place(
+        i_n, begins, i_to, ends, live = slot_coords(
             i_n, p_source, s_source, p_target, s_target, p_given, slots, pad
         )  # fmt: skip
         if not live:

@@ -38,9 +38,9 @@ from wyfold.tile.index.triton import (
     load_token_block,
     load_upper,
     load_vector,
-    segment_place,
+    segment_coords,
     sequence_span,
-    slot_place,
+    slot_coords,
     store_tokens,
     strides,
     tile_descriptor,
@@ -305,7 +305,7 @@ def wyfold_scan_triton(
     i_tile = i_c * HV + i_hv
     begins, ends, i_border, i_from, i_to = True, True, i_n, i_n, i_n
     if slots is not None:
-        i_from, begins, i_to, ends, live = slot_place(
+        i_from, begins, i_to, ends, live = slot_coords(
             i_n, p_source, s_source, p_target, s_target, p_given, slots, pad
         )  # fmt: skip
         if not live:
@@ -319,7 +319,7 @@ def wyfold_scan_triton(
         steps = tl.cdiv(length, BT).to(tl.int32)
 
     if p_sequence is not None:
-        i_n, i_border, begins, ends = segment_place(i_n, p_sequence, p_first_segment, N)
+        i_n, i_border, begins, ends = segment_coords(i_n, p_sequence, p_first_segment, N)
         i_from, i_to = i_n, i_n
     b_S = load_end(
         p_S0, s_S0, i_from, begins, p_borders, s_borders, i_border - 1, i_n < N, i_hv, column, K, V, BK, BV

@@ -59,7 +59,7 @@ from wyfold.tile.index.gluon import (
 from wyfold.tile.index.triton import (
     all_or_none,
     require_descriptors,
-    segment_place,
+    segment_coords,
     sequence_span,
     strides,
     tile_descriptor,
@@ -374,7 +374,7 @@ def wyfold_scan_bwd_gluon(
     i_tile = (i_c * HV + i_hv).to(gl.int32)
     begins, ends, i_border = True, True, i_n
     if p_sequence is not None:
-        i_n, i_border, begins, ends = segment_place(i_n, p_sequence, p_first_segment, N)
+        i_n, i_border, begins, ends = segment_coords(i_n, p_sequence, p_first_segment, N)
     column = (i_v * BV).to(gl.int32)
     token = (b * T + t).to(gl.int32)
     steps = (length // BT).to(gl.int32)

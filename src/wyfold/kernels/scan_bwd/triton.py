@@ -36,7 +36,7 @@ from wyfold.tile.index.triton import (
     load_token_block,
     load_upper,
     load_vector,
-    segment_place,
+    segment_coords,
     sequence_span,
     store_tile_block,
     strides,
@@ -267,7 +267,7 @@ def wyfold_scan_bwd_triton(
     total = 0.0
     begins, ends, i_border = True, True, i_n
     if p_sequence is not None:
-        i_n, i_border, begins, ends = segment_place(i_n, p_sequence, p_first_segment, N)
+        i_n, i_border, begins, ends = segment_coords(i_n, p_sequence, p_first_segment, N)
 
     if reverse:
         b_dS = load_end(

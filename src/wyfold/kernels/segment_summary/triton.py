@@ -31,7 +31,7 @@ from wyfold.tile.index.triton import (
     load_token_block,
     load_upper,
     load_vector,
-    segment_place,
+    segment_coords,
     sequence_span,
     strides,
     tile_descriptor,
@@ -261,7 +261,7 @@ def wyfold_segment_summary_triton(
     pid = tl.program_id(0).to(tl.int64)
     i_v, i_hv, i_s = pid % TILES, (pid // TILES) % HV, tl.load(p_leading + pid // (TILES * HV))
     i_h = i_hv // (HV // H)
-    i_n, i_border, begins, ends = segment_place(i_s, p_sequence, p_first_segment, N)
+    i_n, i_border, begins, ends = segment_coords(i_s, p_sequence, p_first_segment, N)
     i_c, b, t, length = sequence_span(i_s, p_cu, p_first, T, 0, True)
     i_tile = i_c * HV + i_hv
     steps = (length // BT).to(tl.int32)
@@ -408,7 +408,7 @@ def wyfold_segment_summary_bwd_triton(
     i_v, i_hv, i_s = pid % NV, (pid // NV) % HV, tl.load(p_leading + pid // (NV * HV)) + 1
     i_h = i_hv // (HV // H)
     column = (i_v * BV).to(tl.int32)
-    i_n, i_border, begins, ends = segment_place(i_s, p_sequence, p_first_segment, N)
+    i_n, i_border, begins, ends = segment_coords(i_s, p_sequence, p_first_segment, N)
     i_c, b, t, length = sequence_span(i_s, p_cu, p_first, T, 0, True)
     i_tile = i_c * HV + i_hv
     steps = (length // BT).to(tl.int32)

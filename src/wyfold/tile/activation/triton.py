@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def sigmoid(x):
@@ -58,14 +60,14 @@ def exp(x):
     goes through a series whose first omitted term is below 6e-9; the GPU's own power of two is off by 2 ulp.
     """
     x = tl.where(x > 90.0, 90.0, tl.where(x < -110.0, -110.0, x))  # e^x is infinite or 0 beyond; a NaN stays NaN
-    n = tl.minimum((x * 1.4426950408889634 + 12582912.0) - 12582912.0, 127.0)
-    rest = tl.fma(n, -1.428606765330187e-06, tl.fma(n, -0.693145751953125, x))
-    series = tl.fma(rest, 1.0 / 5040.0, 1.0 / 720.0)
-    series = tl.fma(series, rest, 1.0 / 120.0)
-    series = tl.fma(series, rest, 1.0 / 24.0)
-    series = tl.fma(series, rest, 1.0 / 6.0)
-    series = tl.fma(series, rest, 0.5)
-    return (tl.fma(rest * rest, series, rest) + 1.0) * tl.exp2(n)
+    n = tl.minimum((x * LOG2_E + 12582912.0) - 12582912.0, 127.0)
+    remainder = tl.fma(n, -1.428606765330187e-06, tl.fma(n, -0.693145751953125, x))
+    series = tl.fma(remainder, 1.0 / 5040.0, 1.0 / 720.0)
+    series = tl.fma(series, remainder, 1.0 / 120.0)
+    series = tl.fma(series, remainder, 1.0 / 24.0)
+    series = tl.fma(series, remainder, 1.0 / 6.0)
+    series = tl.fma(series, remainder, 0.5)
+    return (tl.fma(remainder * remainder, series, remainder) + 1.0) * tl.exp2(n)
 
 
 @triton.jit
@@ -91,7 +93,7 @@ def smaller_side(x):
 
     The error of its exponential, about |x| / 2 ulp, is small relative to the 1 it is added to.
     """
-    e = tl.exp2(tl.abs(x) * -1.4426950408889634)
+    e = tl.exp2(tl.abs(x) * -LOG2_E)
     return e * reciprocal(1.0 + e)
 
 

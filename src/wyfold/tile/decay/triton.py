@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wyfold.tile.activation.triton import exp, sigmoid, softplus
+from wyfold.tile.activation.triton import LOG2_E, exp, sigmoid, softplus
 from wyfold.tile.decay.eager import log_gate_floor
-from wyfold.tile.dot.triton import mm, mm_exact, settled
+from wyfold.tile.dot.triton import mm, mm_exact, no_fma
 from wyfold.tile.index.triton import (
     load_token_number,
     load_token_row,
@@ -217,7 +217,7 @@ def decayed_grams_transposed(
         b_decay = pairwise_decay(tl.cumsum(b_g, axis=0), BT)
         b_kk, b_factor = b_kk * b_decay, b_factor * b_decay
     # An exact product takes it apart.
-    b_PT = tl.where(o[:, None] <= o[None, :], settled(b_PT * b_factor), 0.0)
+    b_PT = tl.where(o[:, None] <= o[None, :], no_fma(b_PT * b_factor), 0.0)
     return b_kk, tl.where(o[:, None] < o[None, :], b_kk, 0.0), b_PT
 
 
@@ -231,7 +231,7 @@ def pairwise_decay(b_G, BT: tl.constexpr):
     o = tl.arange(0, BT)
     difference = b_G[:, None] - b_G[None, :]
     # Triton's exp scales what is too small for a float32 to be normal, in three instructions more.
-    return tl.exp2(tl.where(o[:, None] >= o[None, :], difference, -difference) * 1.4426950408889634)
+    return tl.exp2(tl.where(o[:, None] >= o[None, :], difference, -difference) * LOG2_E)
 
 
 @triton.jit
@@ -248,7 +248,7 @@ def interval_decay(b_g, BT: tl.constexpr):
     b_sums = _pair(*tl.associative_scan((b_coarse, b_g - b_coarse), 0, _add_pairs))
     b_G_r, b_rest_r = _unpair(tl.gather(b_sums, o, 0)[:, None])
     b_G_s, b_rest_s = _unpair(tl.gather(b_sums, o, 0)[None, :])
-    return tl.exp2(((b_G_r - b_G_s) + (b_rest_r - b_rest_s)) * 1.4426950408889634)
+    return tl.exp2(((b_G_r - b_G_s) + (b_rest_r - b_rest_s)) * LOG2_E)
 
 
 @triton.jit

@@ -154,7 +154,7 @@ def bf16_thirds(x):
 
 
 @triton.jit
-def self_products(a, acc, rest, OP: tl.constexpr, PRECISION: tl.constexpr):
+def self_products(a, acc, small, OP: tl.constexpr, PRECISION: tl.constexpr):
     """acc + a a^T, operands rounded to OP, in two sums that `self_sum` joins after the last slice.
 
     Three TF32 products become two: low high^T and high low^T are each other's transpose. Their sum is kept separate,
@@ -162,17 +162,17 @@ def self_products(a, acc, rest, OP: tl.constexpr, PRECISION: tl.constexpr):
     """
     if OP == tl.float32 and PRECISION == "tf32x3":
         high, low = tf32_parts(a)
-        rest = tl.dot(low, tl.trans(high), rest, input_precision="tf32")
-        return tl.dot(high, tl.trans(high), acc, input_precision="tf32"), rest
+        small = tl.dot(low, tl.trans(high), small, input_precision="tf32")
+        return tl.dot(high, tl.trans(high), acc, input_precision="tf32"), small
     else:
-        return mm(a, tl.trans(a), acc, OP, PRECISION), rest
+        return mm(a, tl.trans(a), acc, OP, PRECISION), small
 
 
 @triton.jit
-def self_sum(acc, rest, OP: tl.constexpr, PRECISION: tl.constexpr):
+def self_sum(acc, small, OP: tl.constexpr, PRECISION: tl.constexpr):
     """Join the two sums of `self_products`; the second is used only where float32 is split."""
     if OP == tl.float32 and PRECISION == "tf32x3":
-        return acc + (rest + tl.trans(rest))
+        return acc + (small + tl.trans(small))
     else:
         return acc
 
@@ -190,7 +190,7 @@ def tf32_parts(x):
 
 
 @triton.jit
-def settled(x):
+def no_fma(x):
     """x, rounded before it is used: no product is contracted with a later sum or difference, in any variant.
 
     The compiler contracts the added zero instead, which changes no bit.

@@ -39,9 +39,9 @@ def to_chunks(x: Tensor, table: ChunkTable, heads: int, dtype: torch.dtype) -> T
         chunked = x[:, : whole * C].unflatten(1, (whole, C)).permute(1, 0, 3, 2, 4).unsqueeze(3)
         target[:whole].copy_(chunked.expand_as(target[:whole]))
         if whole < columns:
-            rest = table.tokens - whole * C
-            target[whole, ..., :rest, :] = x[:, whole * C :].permute(0, 2, 1, 3).unsqueeze(2)
-            target[whole, ..., rest:, :] = 0
+            tail_rows = table.tokens - whole * C
+            target[whole, ..., :tail_rows, :] = x[:, whole * C :].permute(0, 2, 1, 3).unsqueeze(2)
+            target[whole, ..., tail_rows:, :] = 0
     else:
         token = _on(table.token, x)
         rows = x[0].index_select(0, token.clamp(min=0).flatten()).unflatten(0, token.shape)  # [chunks, C, H, W]

@@ -154,7 +154,7 @@ def sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED: tl.constexpr):
 
 
 @triton.jit
-def segment_place(i_s, p_sequence, p_first, N):
+def segment_coords(i_s, p_sequence, p_first, N):
     """Sequence of segment i_s, the border at its end, whether it begins its sequence, and whether it ends it.
 
     Past the last segment: sequence N, and neither begins nor ends.
@@ -167,7 +167,7 @@ def segment_place(i_s, p_sequence, p_first, N):
 
 
 @triton.jit
-def slot_place(i_n, p_source, s_source, p_target, s_target, p_given, slots, pad):
+def slot_coords(i_n, p_source, s_source, p_target, s_target, p_given, slots, pad):
     """Pool slots of sequence i_n, under the rules of `Slots`.
 
     Returns:

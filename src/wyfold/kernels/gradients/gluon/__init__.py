@@ -51,7 +51,7 @@ from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
-from wyfold.tile.activation.triton import sigmoid, sigmoid_bwd
+from wyfold.tile.activation.triton import LOG2_E, sigmoid, sigmoid_bwd
 from wyfold.tile.decay.triton import FLOOR, gate_flags, log_gate, log_gate_bwd
 from wyfold.tile.index.gluon import barrier, gluon_descriptors, tma_load
 from wyfold.tile.index.triton import chunk_span, strides, tile_descriptor, token_descriptor
@@ -350,7 +350,7 @@ def wyfold_gradients_gluon(
     if SCALAR:
         G_r, G_c = numbers.slice(BT, BT).load(ROW), numbers.slice(BT, BT).load(COL)
         last = gl.sum(gl.where(o_c == BT - 1, G_c, 0.0), axis=0)
-        weight = exp2((G_r[:, None] - G_c[None, :]) * 1.4426950408889634) * beta_c[None, :]
+        weight = exp2((G_r[:, None] - G_c[None, :]) * LOG2_E) * beta_c[None, :]
         total = gl.exp(last)
         scale_q, scale_k, scale_w = scale_q * gl.exp(G_r), scale_k * gl.exp(G_r), scale_w * gl.exp(last - G_r)
 

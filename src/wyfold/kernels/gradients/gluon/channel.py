@@ -72,7 +72,7 @@ from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
-from wyfold.tile.activation.triton import exp, sigmoid, sigmoid_bwd
+from wyfold.tile.activation.triton import LOG2_E, exp, sigmoid, sigmoid_bwd
 from wyfold.tile.decay.triton import FLOOR, activated, activated_bwd
 from wyfold.tile.index.gluon import ELEMENTS, barrier, clear_rows, gluon_descriptors, tma_load
 from wyfold.tile.index.triton import chunk_span, strides, tile_descriptor, token_descriptor
@@ -1036,7 +1036,7 @@ def _log_gate(x, bias, gate, is_token, ACTIVATION: gl.constexpr):
     g = activated(x, gate.rate, bias, gate.lower_bound, gate.clamp, ACTIVATION)
     if ACTIVATION != "given":
         g = gl.where(is_token, g, 0.0)
-    return gl.fma(g, 1.4426950408889634, 0.0)  # rounded here, so that no later addition is fused with the product
+    return gl.fma(g, LOG2_E, 0.0)  # rounded here, so that no later addition is fused with the product
 
 
 @gluon.jit

@@ -57,7 +57,7 @@ from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import processors, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
-from wyfold.tile.activation.triton import sigmoid
+from wyfold.tile.activation.triton import LOG2_E, sigmoid
 from wyfold.tile.decay.triton import FLOOR, activated, gate_kind
 from wyfold.tile.dot.gluon import above, add, exp2, mm_pairs_async, pair, parts
 from wyfold.tile.index.gluon import (
@@ -595,7 +595,7 @@ def _sub_chunk_sums(
     if ACTIVATION != "given":
         g = gl.where((o_r + 16 * w < rows)[:, None], g, 0.0)
     # Rounded before it is added: docs/facts/compilers.md, LLVM-1.
-    g = gl.fma(g, gl.full(g.shape, 1.4426950408889634, gl.float32, L), gl.zeros(g.shape, gl.float32, L))
+    g = gl.fma(g, gl.full(g.shape, LOG2_E, gl.float32, L), gl.zeros(g.shape, gl.float32, L))
     sums = gl.associative_scan(gl.where((o_r == 0)[:, None], 0.0, g), 0, add)
     return sums + (SHIFT + NEAREST), _select_row(g, 0, L), _select_row(sums, 15, L)
 

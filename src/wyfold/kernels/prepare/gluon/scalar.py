@@ -38,7 +38,7 @@ from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
-from wyfold.tile.activation.triton import sigmoid
+from wyfold.tile.activation.triton import LOG2_E, sigmoid
 from wyfold.tile.decay.triton import FLOOR, gate_flags, gate_kind, log_gate
 from wyfold.tile.dot.gluon import add, exp2, mm_pairs_async, pair
 from wyfold.tile.index.gluon import (
@@ -454,7 +454,7 @@ def _pair_weight(
     if SCALAR:
         G_s = numbers.G.load(gl.SliceLayout(1, LB))
         G_r = numbers.G.slice(16 * j, 16).load(gl.SliceLayout(0, LB))
-        weight = exp2((G_r[None, :] - G_s[:, None]) * 1.4426950408889634) * weight
+        weight = exp2((G_r[None, :] - G_s[:, None]) * LOG2_E) * weight
     return weight
 
 

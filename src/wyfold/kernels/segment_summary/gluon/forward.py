@@ -36,7 +36,7 @@ from wyfold.tile.index.gluon import barrier, clear_lower, gluon_descriptors, qua
 from wyfold.tile.index.triton import (
     all_or_none,
     require_descriptors,
-    segment_place,
+    segment_coords,
     sequence_span,
     strides,
     tile_descriptor,
@@ -269,7 +269,7 @@ def wyfold_segment_summary_gluon(
     width = gl.where(of_H != 0, NV, NK)
     i_v, i_hv, i_s = pid % width, (pid // width) % HV, gl.load(p_leading + pid // (width * HV))
     i_h = i_hv // (HV // H)
-    i_n, i_border, begins, ends = segment_place(i_s, p_sequence, p_first_segment, N)
+    i_n, i_border, begins, ends = segment_coords(i_s, p_sequence, p_first_segment, N)
     i_c, b, t, length = sequence_span(i_s, p_cu, p_first, T, 0, True)
     i_tile = i_c * HV + i_hv
     needed = ((i_n < N) & (ends == 0)).to(gl.int32)

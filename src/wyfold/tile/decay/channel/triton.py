@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from wyfold.tile.activation.triton import LOG2_E
 from wyfold.tile.decay.triton import NEAR, activated, log_gate
 from wyfold.tile.dot.triton import mm, mm_exact, nearest_tf32
 from wyfold.tile.index.triton import load_sub_chunks, to_sub_chunks
@@ -62,7 +63,7 @@ def sub_chunk_gate(
         o_r = BR * tl.arange(0, BT // BR)[:, None, None] + tl.arange(0, BR)[None, :, None]
         o_k = column + tl.arange(0, BK)[None, None, :]
         g = tl.where((o_r < rows) & (o_k < K), g, 0.0)
-    return g * 1.4426950408889634
+    return g * LOG2_E
 
 
 @triton.jit
@@ -174,7 +175,6 @@ def add_channel_grams(
     return b_JT, b_PT, b_qf, b_kf
 
 
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 RESET: tl.constexpr = tl.constexpr(-180.0)
