@@ -1,7 +1,7 @@
 """Recurrent implementation of the delta family: kernels that process a whole call token by token.
 
     forward     chunk_grid (packed batches only), recurrent
-    backward    chunk_grid, recurrent for the states at every BLOCK-th token, recurrent_bwd, gather
+    backward    chunk_grid, recurrent for the states at every BLOCK-th token, recurrent_bwd, reduce_partials
 
 The forward saves only its arguments. The backward recomputes the states it starts from with the forward kernel, so they
 are bit-identical.
@@ -97,9 +97,9 @@ def backward(given: DeltaBackwardInputs) -> list[Tensor]:
         *call.inputs, call.initial, states, first, do, dST, call.grid, options, wanted.v, dS0,
         call.stage.BLOCK, call.stage.RUN,
     )  # fmt: skip
-    # The order in which parameter gradients are summed follows the gate's layout, so `gather` reads it in one layout.
+    # The order in which parameter gradients are summed follows the gate's layout, so `reduce_partials` gets one layout.
     gate = None if t.g is None else _vector_loadable(t.g)
-    call.stage.gather(t.q, t.k, gate, *call.inputs[4:], shares, call.grid, options, wanted)
+    call.stage.reduce_partials(t.q, t.k, gate, *call.inputs[4:], shares, call.grid, options, wanted)
     return found
 
 

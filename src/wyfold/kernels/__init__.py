@@ -1,1 +1,1 @@
-"""Launches: each folder is one, with a contract and an implementation per backend."""
+"""Kernels: each folder holds one stage, with its contract and one implementation per backend."""

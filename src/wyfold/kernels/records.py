@@ -1,4 +1,7 @@
-"""What travels between launches. Tiles are [chunks * HV, rows, columns], chunks in the order of `runtime.chunks`."""
+"""Records passed between launches.
+
+Tiles are [chunks * HV, rows, columns], with chunks in the order of `runtime.chunk_layout`.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,14 @@ from torch import Tensor
 
 
 class Inputs(NamedTuple):
-    """A part's inputs as the recurrence sees them: normalised and activated.
+    """Input tiles of a part, after norm and activations.
 
     Attributes:
-        q, k: [n, C, K].
+        q, k: [n, C, K], normalised.
         v: [n, C, V].
-        beta: [n, C, 1].
-        g: [n, C, 1 or K] log gate per token, floored, or None.
-        rq, rk: [n, C, 1] reciprocal norms of q and k, or None.
+        beta: [n, C, 1] write strength.
+        g: [n, C, 1 or K] floored log gate per token; None without a gate.
+        rq, rk: [n, C, 1] reciprocal norms of q and k; None without the l2 norm.
     """
 
     q: Tensor
@@ -28,14 +31,15 @@ class Inputs(NamedTuple):
 
 
 class ChunkFactors(NamedTuple):
-    """Folded factors of every chunk, each [n, C, C] but G and E.
+    """Factors of every chunk that do not depend on the state, from `prepare.eager.fold`.
 
     Attributes:
-        G: [n, C, 1 or K] running sum of g inside its chunk, natural log, or None.
-        E: [n, C, K]. A^T (k decayed to the chunk's end).
-        F: P A.
-        A: (I + diag(beta) J)^-1.
-        J, P: Decayed grams of keys, and of queries and keys.
+        G: [n, C, 1 or K] running sum of g inside its chunk, natural log; None without a gate.
+        E: [n, C, K] A^T (k decayed to the chunk's end).
+        F: [n, C, C] P A.
+        A: [n, C, C] (I + diag(beta) J)^-1.
+        J: [n, C, C] decayed gram of the keys.
+        P: [n, C, C] decayed gram of queries and keys.
     """
 
     G: Tensor | None
@@ -47,24 +51,25 @@ class ChunkFactors(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What `prepare` leaves for the scans where tokens stay where they are; t = chunks * HV tiles.
+    """Factors that the `prepare` kernels store for the scan kernels, which read the caller's tokens; t = chunks * HV.
 
-    Upper triangular tiles are three quarters, each [C / 2, C / 2]: first rows and columns, first rows and last columns,
-    last rows and columns. The fourth is zero, and nowhere.
+    Upper triangular tiles are stored as three quarters, each [C / 2, C / 2]: first rows and columns, first rows and
+    last columns, last rows and columns. The fourth quarter is zero and is not stored.
 
     Attributes:
-        rows: [t, 4, C] float32 per token: decay from the chunk's start times 1/|k|, the same with 1/|q|, decay to the
-            chunk's end times 1/|k| (the norms only where `prepare` takes them), and beta. Decays of a channel gate are
-            in the tiles instead, and ones here. What an unfolded forward reads has beta in the third as well.
+        rows: [t, 4, C] float32 numbers per token: decay from the chunk's start times 1/|k|, the same with 1/|q|, decay
+            to the chunk's end times 1/|k|, and beta. The norms are included only where `prepare` computes them. With a
+            channel gate the decays are in the tiles, and ones here. For an unfolded forward the third is also times
+            beta.
         total: [t, 1 or K] float32 decay of the state over the chunk.
-        q, k: [t, C, K] rows decayed from the chunk's start, of a channel gate; None: the tokens themselves serve.
-        E: [t, C, K], or None in the unfolded form.
-        F: [t, 3, C/2, C/2] P A, transposed. None in the unfolded form where no backward reads these.
-        W: [t, 3, C/2, C/2] (I + J diag(beta))^-1, transposed: e = W R. None in the folded form where no backward
-            follows.
-        FB: [t, 3, C/2, C/2] F diag(beta), transposed, for the unfolded forward. None in the folded form, and where
-            only a backward reads these.
-        back: `rows` as the unfolded backward reads them, where both directions read these; else None.
+        q, k: [t, C, K] rows decayed from the chunk's start under a channel gate; None otherwise: the scans then read
+            the tokens themselves.
+        E: [t, C, K]; None in the unfolded form.
+        F: [t, 3, C/2, C/2] P A, transposed; None in the unfolded form without a backward.
+        W: [t, 3, C/2, C/2] (I + J diag(beta))^-1, transposed: e = W R. None in the folded form without a backward.
+        FB: [t, 3, C/2, C/2] F diag(beta), transposed, for the unfolded forward. None in the folded form, and where only
+            a backward reads the record.
+        back: `rows` for the unfolded backward, where both directions read the record; else None.
     """
 
     rows: Tensor
@@ -79,21 +84,21 @@ class Prepared(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Where the states lie that the sequences of a call enter with and leave behind.
+    """Storage of a call's initial and final states, by slot.
 
-    A sequence without a live slot is skipped: nothing of it is read or written but its output, which is zero.
+    A sequence without a live slot is skipped: its output is zero, and none of its other data is read or written.
 
     Attributes:
-        entering: [slots, HV, K, V], or V-first; None: zeros.
-        leaving: The same, maybe the same tensor, or None: nobody wants them.
-        source: [N, columns] slot each sequence enters from; None: its own number.
-        target: [N] slot it is left in; None: the one it came from. [N, columns] with `each`; None: those of `source`.
-        given: [N] bool, False where a sequence starts from zeros whatever its slot holds; None: everywhere True.
-        accepted: [N], sequence n enters from column accepted[n] - 1, or the nearest there is; None: from the first.
-        each: The state after token j is left in the slot in column j, instead of the last one's alone.
-        pad: Slots are numbers above this one.
-
-    Kernels read `given` and `accepted` where their numbers lie one after another.
+        entering: [slots, HV, K, V], or V-first, initial states; None for zeros.
+        leaving: Final states, in the same layout and possibly the same tensor; None if they are not stored.
+        source: [N, columns] slot of each sequence's initial state; None for its own number.
+        target: [N] slot of the final state; None for the source slot. With `each`: [N, columns]; None for `source`.
+        given: [N] bool, contiguous, False where a sequence starts from zeros whatever its slot holds; None for all
+            True.
+        accepted: [N], contiguous; sequence n starts from column accepted[n] - 1, clamped to the columns. None for the
+            first column.
+        each: Store the state after token j in the slot in column j, instead of only the final state.
+        pad: Valid slots are greater than this number.
     """
 
     entering: Tensor | None
@@ -107,11 +112,11 @@ class Slots(NamedTuple):
 
 
 class StateRows(NamedTuple):
-    """Some of many states.
+    """A selection of states by index.
 
     Attributes:
-        states: [.., HV, K, V], or a view like it.
-        rows: [n] int64 which.
+        states: [.., HV, K, V] tensor or view.
+        rows: [n] int64 indices of the selected states.
     """
 
     states: Tensor
@@ -119,12 +124,12 @@ class StateRows(NamedTuple):
 
 
 class PartialGradients(NamedTuple):
-    """What NV tiles of value rows each give to gradients that sum over them, float32; n tokens.
+    """Partial gradients of n tokens, one per tile of value rows, float32; the gradient is their sum over NV tiles.
 
     Attributes:
-        q, k: [NV, n, HV, K] of q and k as the recurrence sees them.
+        q, k: [NV, n, HV, K] of q and k after the norm.
         beta: [NV, n, HV] of the write strength.
-        g: [NV, n, HV, 1 or K] of the log gate, or None.
+        g: [NV, n, HV, 1 or K] of the log gate; None without a gate.
     """
 
     q: Tensor
@@ -134,7 +139,7 @@ class PartialGradients(NamedTuple):
 
 
 class TokenBorders(NamedTuple):
-    """What `scan_bwd` leaves for `gradients` where tokens stay where they are; t = chunks * HV tiles.
+    """Results of the `scan_bwd` kernels that the `gradients` kernels read; t = chunks * HV tiles.
 
     Attributes:
         S: [t, V, K] state entering the chunk, transposed.
@@ -150,12 +155,12 @@ class TokenBorders(NamedTuple):
 
     @classmethod
     def of(cls, states: Tensor, tokens: Tensor) -> TokenBorders:
-        """From S and dS one after another, and e and X."""
+        """Split stacked tensors: `states` is S and dS, `tokens` is e and X."""
         return cls(*states.unbind(), *tokens.unbind())
 
 
 class ChunkBorders(NamedTuple):
-    """What `scan_bwd` leaves at every chunk.
+    """Results of the eager `scan_bwd` for every chunk.
 
     Attributes:
         S: [n, K, V] state entering the chunk.
@@ -171,11 +176,11 @@ class ChunkBorders(NamedTuple):
 
 
 class TileGradients(NamedTuple):
-    """Gradients of a part's `Inputs`, before norm, activation and grouping are undone.
+    """Gradients of a part's `Inputs`, before the adjoints of norm, activation and grouping.
 
     Attributes:
         q, k, v, beta: Shapes of the inputs.
-        g: [n, C, 1 or K] of the per-token log gate, or None.
+        g: [n, C, 1 or K] gradient of the per-token log gate; None without a gate.
     """
 
     q: Tensor
@@ -186,8 +191,12 @@ class TileGradients(NamedTuple):
 
 
 class GradientOutputs(NamedTuple):
-    """Where a part's gradients go: views of the tokens' gradients, and the parameters' sums; None where none is
-    wanted."""
+    """Output tensors of the gradients; None where a gradient is not requested.
+
+    Attributes:
+        q, k, v, g, beta: Gradients of the tokens, or views of a part of them, with the inputs' shapes.
+        A_log, dt_bias: Gradients of the gate's parameters.
+    """
 
     q: Tensor | None
     k: Tensor | None

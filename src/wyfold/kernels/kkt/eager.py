@@ -1,4 +1,4 @@
-"""`kkt` in PyTorch: batched over the chunks and value heads of a part."""
+"""`kkt` in PyTorch, batched over the chunks and value heads of a part."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def kkt(k: Tensor, beta: Tensor, g: Tensor | None, table: ChunkTable, dtype: tor
     Args:
         k: [B, T, H, K] tokens of the part, any strides.
         beta: [B, T, HV, 1].
-        g: [B, T, HV, 1 or K]. Natural-log decay per token, <= 0. None: no decay.
-        table: The part's chunk grid.
-        dtype: Of the arithmetic.
-        out: [B, T, HV, C].
+        g: [B, T, HV, 1 or K] natural-log decay per token, <= 0; None for no decay.
+        table: The part's chunk table.
+        dtype: Dtype of the arithmetic.
+        out: [B, T, HV, C], written.
     """
     HV = beta.shape[2]
     log = None
     if g is not None:
-        # A float32 sum over a chunk with resets reaches thousands; later differences would inherit its last bits.
+        # In float64: a float32 sum over a chunk with resets reaches thousands, and later differences would lose bits.
         log = log_gate(to_chunks(g, table, HV, dtype), None, None, "given", 0.0, 0.0).double()
     J = decayed_key_gram(to_chunks(k, table, HV, dtype), running_sum(log))
     from_chunks(J.mul_(to_chunks(beta, table, HV, dtype)), table, out)

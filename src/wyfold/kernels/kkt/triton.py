@@ -23,23 +23,23 @@ from wyfold.tile.index.triton import (
 )
 
 FAR = 16
-"""Channels of a slice where gates pass what one anchor reaches: few, so that the usual way keeps its registers."""
+"""Channels of a slice where gates exceed an anchor's reach: few, so that the common case keeps its registers."""
 
 
 def kkt(k: Tensor, beta: Tensor, g: Tensor | None, grid: ChunkGrid, out: Tensor) -> None:
-    """Write L to out, and zeros past a packed batch's last boundary.
+    """Write L to out; zeros past a packed batch's last boundary.
 
     Args:
-        k: [B, T, H, K], any strides; with a channel gate, whose sums run along columns, rows 16 numbers can be read of.
+        k: [B, T, H, K], any strides; with a channel gate, rows must allow loads of 16 elements.
         beta: [B, T, HV].
-        g: [B, T, HV] or [B, T, HV, K], as k. Natural-log decay per token, <= 0. None: no decay.
+        g: [B, T, HV] or [B, T, HV, K] natural-log decay per token, <= 0; strides as for k. None for no decay.
         grid: The call's chunk grid.
         out: [B, T, HV, C], any strides.
     """
     (H, K), HV, C = k.shape[2:], beta.shape[2], grid.chunk_size
     gates = gate_flags(g)
-    # Keys of 16 bits are their own operands; decayed ones would lose what the result is asked for.
-    held = torch.float32 if gates["CHANNEL"] else k.dtype
+    # 16-bit keys are operands as they are. Decayed keys stay float32: rounding them would lose the result's precision.
+    operand_dtype = torch.float32 if gates["CHANNEL"] else k.dtype
     config = tuned("kkt.triton", launch_key(k.dtype, K, C, gate_kind(g)), k.device)
     launch_kernel(
         wyfold_kkt_triton,
@@ -67,15 +67,15 @@ def kkt(k: Tensor, beta: Tensor, g: Tensor | None, grid: ChunkGrid, out: Tensor)
         BF=FAR,
         PACKED=grid.cu is not None,
         **gates,
-        OP=operand(held),
-        PRECISION=precision(held),
-        EXACT=exact(held),
-        **config.options(contract=contracts(held)),
+        OP=operand(operand_dtype),
+        PRECISION=precision(operand_dtype),
+        EXACT=exact(operand_dtype),
+        **config.options(contract=contracts(operand_dtype)),
     )
 
 
 def launch_key(dtype: torch.dtype, K: int, chunk_size: int, gate: str) -> str:
-    """What a launch configuration depends on."""
+    """Launch configuration key."""
     return f"{dtype_word(dtype)} K{K} C{chunk_size} {gate}"
 
 
@@ -110,7 +110,7 @@ def wyfold_kkt_triton(
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """One program owns a chunk of one value head: its keys, and the rows of L at its tokens."""
+    """One program computes the rows of L for a chunk of one value head."""
     i_tile = tl.program_id(0).to(tl.int64)
     i_c, i_hv = i_tile // HV, i_tile % HV
     i_h = i_hv // (HV // H)
@@ -119,7 +119,7 @@ def wyfold_kkt_triton(
         if i_n == N:
             store_tokens(p_L, s_L, b, t, i_hv, 0, rows, tl.zeros((BT, BT), tl.float32), BT, BT, BT)
             return
-    # These and a scalar gate are asked for before the keys: behind the products they would be waited for by themselves.
+    # beta and a scalar gate are loaded before the keys: after the products their latency would be exposed.
     b_beta = load_token_scalars(p_beta, s_beta, b, t, i_hv, rows, BT)
     if CHANNEL:
         b_J = _channel_gram(p_k, s_k, p_g, s_g, b, t, i_h, i_hv, rows, tl.minimum(T, 0), floor, K, BT, BK, BF, EXACT)
@@ -134,7 +134,7 @@ def wyfold_kkt_triton(
             b_J = b_J * interval_decay(b_g, BT)
     b_L = b_J * b_beta[:, None]
     o = tl.arange(0, BT)
-    # Selected last: a strength that is not finite must not reach what is zero by definition.
+    # Masked last: a beta that is not finite must not reach entries that are zero by definition.
     store_tokens(p_L, s_L, b, t, i_hv, 0, rows, tl.where(o[:, None] > o[None, :], b_L, 0.0), BT, BT, BT)
 
 
@@ -157,18 +157,18 @@ def _channel_gram(
     BF: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """J under a channel gate, anything where s is not before r.   [BT, BT], [r, s]
+    """J under a channel gate; undefined where s >= r.   [BT, BT], [r, s]
 
     Args:
-        nothing: As of `load_sub_chunks`.
+        opaque_zero: As of `load_sub_chunks`.
     """
     NB: tl.constexpr = BT // 16
     b_JT, b_least = tl.zeros((NB, BT, 16), tl.float32), tl.zeros((NB, BK), tl.float32)
     b_k = load_sub_chunks(p_k, s_k, b, t, i_h, 0, rows, opaque_zero, K, BT, BK)
     b_g = load_sub_chunks(p_g, s_g, b, t, i_hv, 0, rows, opaque_zero, K, BT, BK)
     for column in range(0, K, BK):
-        # The next slice is on its way while this one's products are made. That the loop hands it on also hides from the
-        # compiler how narrow keys were, by which it would lay out the products' operands
+        # The next slice is loaded during this one's products. Carrying it through the loop also hides the keys' width
+        # from the compiler, which would choose the operands' layout by it
         # (docs/facts/compilers.md, TRITON-10).
         more = tl.where(column + BK < K, rows, 0)
         b_k_next = load_sub_chunks(p_k, s_k, b, t, i_h, column + BK, more, opaque_zero, K, BT, BK)

@@ -18,7 +18,7 @@ Tiles = TypeVar("Tiles", Inputs, TileGradients)
 def recurrent(
     inputs: Inputs, S0: Tensor, table: ChunkTable, scale: float, o: Tensor, leaving: Tensor | None = None
 ) -> Tensor:
-    """Run a part's tokens from the entering states. Arguments and result as `scan`."""
+    """Run a part's tokens from the entering states. Takes the arguments of `scan` and returns its result."""
     HV = S0.shape[1]
     out = torch.empty_like(inputs.v)
     S = ranked(S0, table)
@@ -35,13 +35,13 @@ def recurrent(
 def recurrent_bwd(
     inputs: Inputs, do: Tensor, S0: Tensor, dST: Tensor, table: ChunkTable
 ) -> tuple[TileGradients, Tensor]:
-    """Gradients of a part's inputs and entering states; states are replayed from the entering ones.
+    """Gradients of a part's inputs and entering states; states are recomputed from the entering ones.
 
     Args:
         inputs: From `prepare`.
         do: [n, C, V] tiles of the output's gradient, times scale.
         S0, dST: [n, HV, K, V].
-        table: The part's chunk grid.
+        table: The part's chunk table.
     """
     HV = S0.shape[1]
     found = TileGradients(*(None if x is None else torch.zeros_like(x) for x in (*inputs[:4], inputs.g)))  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def recurrent_bwd(
 
 
 def _columns(table: ChunkTable) -> list[tuple[slice, int]]:
-    """Chunks of each column, and the rows the longest of them has: padding below it changes nothing."""
+    """Chunks of each column, and the rows of the longest one; padding in shorter ones changes no result."""
     valid = table.valid
     return [
         (slice(first, first + count), int(valid[first : first + count].max()))
@@ -73,10 +73,10 @@ def _rows(tiles: Tiles, c: slice) -> Tiles:
 
 
 def _run(S: Tensor, inputs: Inputs, rows: int, out: Tensor | None, states: list[Tensor] | None = None) -> None:
-    """Advance S [n, K, V] in place over `rows` tokens; keeps the decayed state before each write in `states`."""
+    """Advance S [n, K, V] in place over `rows` tokens; appends the decayed state before each write to `states`."""
     q, k, v, beta = inputs[:4]
     decay = token_decay(inputs.g)
-    # Two rows, not one: a product with a single row takes another road in batches of one (docs/facts/cpu.md, CPU-1).
+    # Two rows, not one: a single-row product uses another code path in batches of one (docs/facts/cpu.md, CPU-1).
     kq, k_pair, y_pair = torch.stack([k, q], 2), _paired(k), _paired(v[:, 0])
     qk = (q * k).sum(-1, keepdim=True)
     for t in range(rows):
@@ -84,16 +84,16 @@ def _run(S: Tensor, inputs: Inputs, rows: int, out: Tensor | None, states: list[
             S.mul_(decay[:, t])
         if states is not None:
             states.append(S.clone())
-        seen = torch.bmm(kq[:, t], S)
-        y = (v[:, t] - seen[:, 0]).mul_(beta[:, t])
+        read = torch.bmm(kq[:, t], S)
+        y = (v[:, t] - read[:, 0]).mul_(beta[:, t])
         if out is not None:
-            out[:, t] = seen[:, 1] + qk[:, t] * y
+            out[:, t] = read[:, 1] + qk[:, t] * y
         y_pair[:, 0] = y
         S.baddbmm_(k_pair[:, t].transpose(1, 2), y_pair)
 
 
 def _run_bwd(S: Tensor, dS: Tensor, inputs: Inputs, do: Tensor, rows: int, found: TileGradients) -> None:
-    """Take dS [n, K, V] in place from the last of `rows` tokens to before the first, filling `found`."""
+    """Propagate dS [n, K, V] in place from the last of `rows` tokens to before the first, and fill `found`."""
     q, k, v, beta = inputs[:4]
     decay = token_decay(inputs.g)
     decayed: list[Tensor] = []
@@ -118,7 +118,7 @@ def _run_bwd(S: Tensor, dS: Tensor, inputs: Inputs, do: Tensor, rows: int, found
 
 
 def _paired(x: Tensor) -> Tensor:
-    """[..., W] -> [..., 2, W]: a row of zeros beside each, so that an outer product is one of two rows (see `_run`)."""
+    """Append a row of zeros, so that an outer product has two rows (see `_run`).   [..., W] -> [..., 2, W]"""
     return torch.stack([x, torch.zeros_like(x)], -2)
 
 

@@ -1,9 +1,9 @@
-"""`recurrent` in Gluon, for Hopper: a decoded token, and states of K = V = 128 that are stored K-first in bfloat16.
+"""`recurrent` in Gluon for Hopper: one decoded token, and states of K = V = 128 stored K-first in bfloat16.
 
-The arithmetic is that of the Triton kernel, number by number and sum by sum. What differs is where a state waits. There
-a program has a tile of value rows in registers, 32 of them: rows of the pool are read in pieces of 64 bytes, and eight
-programs fill a multiprocessor. Here BV columns of a head come past the registers into shared memory, whole rows where
-BV is V, and are read there twice: for the sums over K, and to be written.
+The arithmetic is that of the Triton kernel, bit by bit. The difference is where the state is held. The Triton kernel
+holds a tile of 32 value rows in registers: it reads rows of the pool in pieces of 64 bytes, and eight programs fill a
+multiprocessor. Here BV columns of a head are copied asynchronously to shared memory, as whole rows where BV is V. They
+are read there twice: for the sums over K, and for the store.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ def recurrent(
     options: DeltaOptions,
     o: Tensor,
 ) -> None:
-    """Give every sequence its one token. Arguments as of the Triton launch.
+    """Advance every sequence by one token; takes the arguments of the Triton launch.
 
     Args:
         q, k: [B, 1, H, K], any strides.
         v: [B, 1, HV, V].
-        g: [B, 1, HV] or [B, 1, HV, K] or None, as the caller gave it.
-        beta: [B, 1, HV] or None (1), as the caller gave it.
+        g: [B, 1, HV] or [B, 1, HV, K] gate of the call; None without a gate.
+        beta: [B, 1, HV] write strength of the call; None for 1.
         A_log, dt_bias: Gate parameters, contiguous, or None.
-        slots: A pool to read and one to write, bfloat16, one slot of each for a sequence; states begin at multiples of
-            16 bytes, slots and heads are multiples of 16 numbers apart (`served_key`).
-        grid: The call's boundaries; its chunks are not looked at.
-        options: Those that the Triton launch uses.
+        slots: bfloat16 pools to read and to write, with one slot of each per sequence. States begin at multiples of 16
+            bytes, and strides of slots and heads are multiples of 16 elements (`served_key`).
+        grid: The call's boundaries; its chunks are not used.
+        options: Uses the same fields as the Triton launch.
         o: [B, 1, HV, V] written, zero where a sequence has no live slot.
     """
     entering, leaving = cast(Tensor, slots.entering), cast(Tensor, slots.leaving)
@@ -153,7 +153,7 @@ def wyfold_recurrent_gluon(
     SCALAR: gl.constexpr,
     CHANNEL: gl.constexpr,
 ):
-    """One program owns BV columns of a head's state."""
+    """One program updates BV columns of a head's state."""
     NV: gl.constexpr = V // BV
     pid = gl.program_id(0).to(gl.int64)
     i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, pid // (NV * HV)
@@ -167,12 +167,12 @@ def wyfold_recurrent_gluon(
         gl.store(at_o, (o_v * 0).to(p_o.dtype.element_ty))
         return
 
-    there = slot > pad
+    has_state = slot > pad
     if p_given is not None:
-        there = gl.load(p_given + i_n) != 0
-    held = copy_state_async(p_S0 + (slot * s_S0[0] + i_hv * s_S0[1] + i_v * BV), there, K, V, BV)
+        has_state = gl.load(p_given + i_n) != 0
+    state_tile = copy_state_async(p_S0 + (slot * s_S0[0] + i_hv * s_S0[1] + i_v * BV), has_state, K, V, BV)
 
-    # Of q, k and gate every warp has all, so that their sums need none of the others.
+    # Every warp holds all of q, k and the gate, so their sums need no exchange between warps.
     LINE: gl.constexpr = gl.BlockedLayout([K // 32], [32], [gl.num_warps()], [0])
     o_k = gl.arange(0, K, layout=LINE)
     b_k = gl.load(p_k + (i_n * s_k[0] + i_h * s_k[2]) + o_k.to(gl.int64) * s_k[3]).to(gl.float32)
@@ -199,22 +199,22 @@ def wyfold_recurrent_gluon(
     if LOGIT:
         beta = sigmoid(beta) * beta_most
     qk = vector_sum(b_q * b_k)
-    q, k = _shared(b_q), _shared(b_k)
+    q, k = _to_shared_memory(b_q), _to_shared_memory(b_k)
     if CHANNEL:
-        decay = _shared(decay)
+        decay = _to_shared_memory(decay)
     async_copy.wait_group(0)
 
-    b_Sq, b_Sk = key_sums(held, q, k, decay, CHANNEL)
+    b_Sq, b_Sk = key_sums(state_tile, q, k, decay, CHANNEL)
     b_y = (b_v - b_Sk) * beta
     gl.store(at_o, (gl.fma(b_y, qk, b_Sq) * scale).to(p_o.dtype.element_ty))
     to = slot
     if p_target is not None:
         to = gl.load(p_target + i_n * s_target[0]).to(gl.int64)
-    kept = (to > pad) & (to < slots_left)
-    store_written(p_ST + (to * s_ST[0] + i_hv * s_ST[1] + i_v * BV), held, k, b_y, decay, kept, CHANNEL, V)
+    is_live = (to > pad) & (to < slots_left)
+    store_written(p_ST + (to * s_ST[0] + i_hv * s_ST[1] + i_v * BV), state_tile, k, b_y, decay, is_live, CHANNEL, V)
 
 
 @gluon.jit
-def _shared(b_x):
-    """A vector where every thread can read any of it."""
+def _to_shared_memory(b_x):
+    """Copy a vector to shared memory, where every thread can read all of it."""
     return gl.allocate_shared_memory(b_x.dtype, b_x.shape, gl.SwizzledSharedLayout(1, 1, 1, [0]), b_x)

@@ -1,4 +1,4 @@
-"""`solve_tril` in PyTorch: batched over the chunks and heads of a part."""
+"""`solve_tril` in PyTorch, batched over the chunks and heads of a part."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def solve_tril(L: Tensor, table: ChunkTable, out: Tensor) -> None:
     """Write the inverses to out.
 
     Args:
-        L: [B, T, H, C] tokens of the part, any float and any strides; row r of a chunk at its token.
-        table: The part's chunk grid.
-        out: [B, T, H, C], any float.
+        L: [B, T, H, C] of the part, any float dtype and strides; row r of a chunk is at its r-th token.
+        table: The part's chunk table.
+        out: [B, T, H, C], any float dtype, written.
     """
     from_chunks(inverse(to_chunks(L, table, L.shape[2], widest(L))), table, out)

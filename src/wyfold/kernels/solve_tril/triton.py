@@ -1,4 +1,4 @@
-"""`solve_tril` in Triton: one program of one warp per chunk and 64 columns of its heads."""
+"""`solve_tril` in Triton: one program of one warp per chunk and 64 / C heads."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from wyfold.tile.inverse.triton import inverse_by_substitution, merge_halves, of
 
 
 def solve_tril(L: Tensor, grid: ChunkGrid, out: Tensor) -> None:
-    """Write the inverses to out, and zeros past a packed batch's last boundary.
+    """Write the inverses to out; zeros past a packed batch's last boundary.
 
     Args:
-        L: [B, T, H, C], any strides; row r of a chunk at its token.
+        L: [B, T, H, C], any strides; row r of a chunk is at its r-th token.
         grid: The call's chunk grid.
         out: [B, T, H, C], any strides.
     """
     H, C = L.shape[2:]
-    together = 64 // C
-    groups = triton.cdiv(H, together)
+    heads_per_program = 64 // C
+    groups = triton.cdiv(H, heads_per_program)
     config = tuned("solve_tril.triton", launch_key(L.dtype, C), L.device)
     launch_kernel(
         wyfold_solve_tril_triton,
@@ -50,7 +50,7 @@ def solve_tril(L: Tensor, grid: ChunkGrid, out: Tensor) -> None:
 
 
 def launch_key(dtype: torch.dtype, chunk_size: int) -> str:
-    """What a launch configuration depends on."""
+    """Launch configuration key."""
     return f"{dtype_word(dtype)} C{chunk_size}"
 
 
@@ -72,25 +72,25 @@ def wyfold_solve_tril_triton(
     PACKED: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """One program owns four 16 x 16 blocks on the diagonal, of one chunk: four heads' if C = 16, two heads' if C = 32.
+    """One program inverts four diagonal 16 x 16 blocks of one chunk: of four heads if C = 16, of two heads if C = 32.
 
-    They are numbered [pair, half]: halves of a pair are merged, and so are the two pairs if C = 64. What lies between
-    those is read last: registers decide how many programs run beside this one.
+    Blocks are numbered [pair, half]: the halves of a pair are merged, and so are the two pairs if C = 64. The block
+    between the pairs is loaded last, since registers limit occupancy.
     """
-    TOGETHER: tl.constexpr = 64 // BT
+    HEADS: tl.constexpr = 64 // BT
     i = tl.program_id(0).to(tl.int64)
-    i_c, i_h = i // GROUPS, i % GROUPS * TOGETHER
+    i_c, i_h = i // GROUPS, i % GROUPS * HEADS
     i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
     p_L += b * s_L[0] + t * s_L[1] + i_h * s_L[2]
     p_X += b * s_X[0] + t * s_X[1] + i_h * s_X[2]
     heads = H - i_h
     if PACKED:
         if i_n == N:
-            store_blocks(p_X, s_X, tl.zeros((TOGETHER, BT, BT), tl.float32), 0, 0, 0, rows, heads, TOGETHER, BT)
+            store_blocks(p_X, s_X, tl.zeros((HEADS, BT, BT), tl.float32), 0, 0, 0, rows, heads, HEADS, BT)
             return
 
     b_L = load_diagonal(p_L, s_L, rows, heads, BT)
-    # Pairs of one head lie 32 rows and columns apart.
+    # Pairs of one head are 32 rows and columns apart.
     APART: tl.constexpr = 32 if BT == 64 else 0
     if BT >= 32:
         b_lower = load_blocks(p_L, s_L, 16, 0, APART, rows, heads, 2, 16)
@@ -111,7 +111,7 @@ def wyfold_solve_tril_triton(
 
 @triton.jit
 def diagonal_offsets(strides, rows, heads, BT: tl.constexpr):
-    """Offsets of the four blocks on the diagonal, and which of their rows exist.   [pair, row, half, column]"""
+    """Offsets of the four diagonal blocks, and the mask of existing rows.   [pair, row, half, column]"""
     o_r = tl.arange(0, 16)[None, :, None, None]
     o_c = tl.arange(0, 16)[None, None, None, :]
     i_pair = tl.arange(0, 2)[:, None, None, None]
@@ -129,23 +129,23 @@ def diagonal_offsets(strides, rows, heads, BT: tl.constexpr):
 
 @triton.jit
 def load_diagonal(p, strides, rows, heads, BT: tl.constexpr):
-    """The blocks on the diagonal, zero where there is no row.   [pair, row, half, column] float32"""
+    """Load the diagonal blocks; zero in missing rows.   [pair, row, half, column] float32"""
     offsets, mask = diagonal_offsets(strides, rows, heads, BT)
     return tl.load(p + offsets, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_diagonal(p, strides, b_x, rows, heads):
-    """Write whole chunks of 16 rows, rounding once."""
+    """Store chunks of 16 rows, rounded once."""
     offsets, mask = diagonal_offsets(strides, rows, heads, 16)
     tl.store(p + offsets, b_x.to(p.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def block_offsets(strides, row, column, APART: tl.constexpr, rows, heads, G: tl.constexpr, h: tl.constexpr):
-    """Offsets of G blocks of h rows, from (row, column) on, and which of their rows exist.   [G, h, h]
+    """Offsets of G blocks of h rows, starting at (row, column), and the mask of existing rows.   [G, h, h]
 
-    Blocks lie APART rows and columns apart; if that is 0, each is in a head of its own.
+    Blocks are APART rows and columns apart; if APART is 0, each is in a different head.
     """
     i_g = tl.arange(0, G)[:, None, None]
     head = i_g if APART == 0 else i_g * 0
@@ -157,7 +157,7 @@ def block_offsets(strides, row, column, APART: tl.constexpr, rows, heads, G: tl.
 
 @triton.jit
 def load_blocks(p, strides, row, column, APART: tl.constexpr, rows, heads, G: tl.constexpr, h: tl.constexpr):
-    """Blocks as they are if bfloat16, else float32, zero where there is no row.   [G, h, h]"""
+    """Load blocks as bfloat16 if stored so, else as float32; zero in missing rows.   [G, h, h]"""
     offsets, mask = block_offsets(strides, row, column, APART, rows, heads, G, h)
     b_x = tl.load(p + offsets, mask=mask, other=0.0)
     return b_x if p.dtype.element_ty == tl.bfloat16 else b_x.to(tl.float32)
@@ -165,6 +165,6 @@ def load_blocks(p, strides, row, column, APART: tl.constexpr, rows, heads, G: tl
 
 @triton.jit
 def store_blocks(p, strides, b_x, row, column, APART: tl.constexpr, rows, heads, G: tl.constexpr, h: tl.constexpr):
-    """Write blocks, rounding once."""
+    """Store blocks, rounded once."""
     offsets, mask = block_offsets(strides, row, column, APART, rows, heads, G, h)
     tl.store(p + offsets, b_x.to(p.dtype.element_ty), mask=mask)

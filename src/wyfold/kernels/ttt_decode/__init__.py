@@ -1,9 +1,9 @@
-"""TTT-Linear, one token of each sequence, whose state lies in the slots of a pool: one step inside a mini-batch.
+"""TTT-Linear decoding: one token of each sequence, with states in the slots of a pool.
 
     n = inner gradient at z = S^T k + c, times the token's factor
     G <- G + k n^T          a <- a + n          h = s (S - e G)^T q + c - e a          o = h + w LN(h) + u
 
-and with the last token of a mini-batch S <- S - e G, c <- c - e a, and G, a and the position start again from zero.
+After the last token of a mini-batch, S <- S - e G and c <- c - e a, and G, a and the position are reset to zero.
 
 Source: Learning to (learn at test time), arXiv:2407.04620, the primal form of a mini-batch.
 """
@@ -16,12 +16,14 @@ from torch import Tensor
 
 
 class Pools(NamedTuple):
-    """Where the sequences stand, updated in place; any strides.
+    """Inner models and positions of all sequences, updated in place; any strides.
 
     Attributes:
-        S, G: [slots, HV, K, V] state of the open mini-batch, and the sum of k n^T so far.
-        c, a: [slots, HV, 1, V] its bias, and the sum of n.
-        position: [slots] int32 or int64, tokens of the open mini-batch.
+        S: [slots, HV, K, V] state entering the open mini-batch.
+        c: [slots, HV, 1, V] bias entering the open mini-batch.
+        G: [slots, HV, K, V] sum of k n^T over its tokens so far.
+        a: [slots, HV, 1, V] sum of n over its tokens so far.
+        position: [slots] int32 or int64, number of tokens in the open mini-batch.
     """
 
     S: Tensor

@@ -1,4 +1,4 @@
-"""`ttt_decode` in PyTorch: the rows that have a slot, taken out and put back."""
+"""`ttt_decode` in PyTorch: gathers the rows that have a slot, updates them and scatters them back."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from wyfold.tile.inner.eager import inner_gradient, residual_norm
 
 
 def ttt_decode(x: TTTInputs, pools: Pools, slots: Slots, chunk_size: int, scale: float, eps: float, o: Tensor) -> None:
-    """One token of every row.
+    """Decode one token of every row.
 
     Args:
-        x: Tokens [N, 1, ..].
-        pools: Updated in place, rounding once.
-        slots: Uses `source`, `pad`.
+        x: Inputs of one token per row, [N, 1, ..].
+        pools: Updated in place, rounded once.
+        slots: Uses `source` and `pad`.
         chunk_size: Tokens of a mini-batch.
         scale: Multiplies q.
-        eps: Of both norms.
+        eps: Epsilon of both norms.
         o: [N, 1, HV, D] written, zero in rows without a slot.
     """
     slot = torch.arange(x.q.shape[0], device=o.device) if slots.source is None else slots.source[:, 0].to(torch.int64)
@@ -48,13 +48,13 @@ def ttt_decode(x: TTTInputs, pools: Pools, slots: Slots, chunk_size: int, scale:
     position = pools.position[at] + 1
     closed = position >= chunk_size
     whole = closed.repeat_interleave(HV)[:, None, None]
-    left = (
+    new_pools = (
         torch.where(whole, stepped, S),
         torch.where(whole, biased, c),
         G.masked_fill(whole, 0),
         a.masked_fill(whole, 0),
     )
-    for pool, y in zip(pools[:4], left, strict=True):
+    for pool, y in zip(pools[:4], new_pools, strict=True):
         pool[at] = y.unflatten(0, (-1, HV)).to(pool.dtype)
     pools.position[at] = position.masked_fill(closed, 0)
     o.zero_()

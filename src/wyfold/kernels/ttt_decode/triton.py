@@ -1,7 +1,7 @@
-"""`ttt_decode` in Triton: one program per row and value head, and one launch that counts the tokens.
+"""`ttt_decode` in Triton: one program per row and value head, then a launch that advances the positions.
 
-A program needs a whole state: the norm of what it predicts runs over all values. Every program of a row reads where its
-sequence stands, so none of them moves it on; that is the second launch's.
+A program needs a whole state, since the prediction's norm runs over all values. All programs of a row read the
+sequence's position, so the position is advanced only in the second launch.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.index.triton import strides
 from wyfold.tile.inner.triton import inner_gradient, residual_norm
 
-COUNTED = 128
-"""Rows of a program that counts."""
+ROWS_PER_PROGRAM = 128
+"""Rows per program of the launch that advances positions."""
 
 
 def ttt_decode(x: TTTInputs, pools: Pools, slots: Slots, chunk_size: int, scale: float, eps: float, o: Tensor) -> None:
-    """One token of every row.
+    """Decode one token of every row.
 
     Args:
-        x: Tokens [N, 1, ..].
-        pools: Updated in place, rounding once.
-        slots: Uses `source`, `pad`.
+        x: Inputs of one token per row, [N, 1, ..].
+        pools: Updated in place, rounded once.
+        slots: Uses `source` and `pad`.
         chunk_size: Tokens of a mini-batch.
         scale: Multiplies q.
-        eps: Of both norms.
+        eps: Epsilon of both norms.
         o: [N, 1, HV, D] written, zero in rows without a slot.
     """
     (N, _, HV, D), config = x.v.shape, tuned("ttt_decode.triton", launch_key(x.v.shape[3]), x.v.device)
@@ -81,7 +81,7 @@ def ttt_decode(x: TTTInputs, pools: Pools, slots: Slots, chunk_size: int, scale:
     )
     launch_kernel(
         wyfold_ttt_count_triton,
-        triton.cdiv(N, COUNTED),
+        triton.cdiv(N, ROWS_PER_PROGRAM),
         pools.position,
         pools.position.stride(),
         slots.source,
@@ -90,13 +90,13 @@ def ttt_decode(x: TTTInputs, pools: Pools, slots: Slots, chunk_size: int, scale:
         pools.S.shape[0],
         slots.pad,
         C=chunk_size,
-        BN=COUNTED,
+        BN=ROWS_PER_PROGRAM,
         num_warps=4,
     )
 
 
 def launch_key(D: int) -> str:
-    """What the configuration depends on."""
+    """Launch configuration key."""
     return f"K{D} V{D}"
 
 
@@ -141,7 +141,7 @@ def wyfold_ttt_decode_triton(
     BD: tl.constexpr,
     ON_Q: tl.constexpr,
 ):
-    """One program owns a value head of a row. States are [V, K] in registers.
+    """One program decodes one value head of one row. States are [V, K] in registers.
 
     z = S k + c     G <- G + n k^T     a <- a + n     h = s (S - e G) q + c - e a     out = h + w normalise(h) + u
     """
@@ -191,7 +191,7 @@ def wyfold_ttt_decode_triton(
 def wyfold_ttt_count_triton(
     p_position, s_position, p_source, s_source, N, slots, pad, C: tl.constexpr, BN: tl.constexpr
 ):
-    """One program moves BN rows' sequences on by a token."""
+    """One program advances the positions of BN rows by one token."""
     o_n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     b_slot = o_n
     if p_source is not None:
@@ -204,7 +204,7 @@ def wyfold_ttt_count_triton(
 
 @triton.jit
 def slot_of(p_source, s_source, i_n):
-    """The slot that row i_n names, or its own number."""
+    """Slot of row i_n; its own number without `source`."""
     if p_source is None:
         return i_n
     else:

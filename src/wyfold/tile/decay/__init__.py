@@ -1,1 +1,1 @@
-"""The gate: everything that depends on its kind."""
+"""The gate: all code that depends on its kind (none, scalar or channel)."""

@@ -1,4 +1,4 @@
-"""The gate, in the one place that knows its kind.
+"""The gate in PyTorch: log gates, decays, decayed grams and their adjoints, for every kind of gate.
 
 G is the running sum of the log gate inside its chunk, natural log: None without a gate (DeltaNet), [n, C, 1] with one
 number per token (GDN), [n, C, K] with one per key channel (KDA). Every exponential below is of a number <= 0.
@@ -22,13 +22,13 @@ def log_gate_floor(dtype: torch.dtype) -> float:
 
 
 def gate_tiles(g: Tensor, table: ChunkTable, dtype: torch.dtype) -> Tensor:
-    """[chunks, HV, C, 1 or K] tiles of g [B, T, HV] or [B, T, HV, K], as the caller gave it."""
+    """Cut the caller's g, [B, T, HV] or [B, T, HV, K], into tiles.   [chunks, HV, C, 1 or K]"""
     HV = g.shape[2]
     return to_chunks(_with_channels(g), table, HV, dtype).unflatten(0, (-1, HV))
 
 
 def gate_tokens(dg: Tensor, table: ChunkTable, out: Tensor) -> None:
-    """The way back: tiles [chunks, HV, C, 1 or K] to the tokens of out, [B, T, HV] or [B, T, HV, K]."""
+    """Write tiles [chunks, HV, C, 1 or K] to the tokens of out, [B, T, HV] or [B, T, HV, K]."""
     from_chunks(dg.flatten(0, 1), table, _with_channels(out))
 
 
@@ -39,7 +39,7 @@ def _with_channels(g: Tensor) -> Tensor:
 def log_gate(
     x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, activation: str, lower_bound: float, clamp: float
 ) -> Tensor:
-    """Per-token log gate from what the caller passed as g.
+    """Per-token log gate from the caller's g.
 
         "given"      g = x
         "softplus"   g = -exp(A_log) softplus(x + dt_bias)
@@ -185,17 +185,17 @@ def gate_gradient(from_start: Tensor, to_end: Tensor, across: Tensor, G: Tensor,
 
 
 def token_decay(g: Tensor | None) -> Tensor | None:
-    """Decay of the state over each token, beside the state's rows.   [n, C, 1 or K, 1]"""
+    """Decay of the state over each token, shaped to multiply the state's rows.   [n, C, 1 or K, 1]"""
     return None if g is None else torch.exp(g)[..., None]
 
 
 def to_gate_shape(x: Tensor, g: Tensor) -> Tensor:
-    """Per-channel terms [..., K] summed to what one gate of g covers: [..., 1 or K]."""
+    """Sum per-channel terms [..., K] over the channels that share one gate of g: [..., 1 or K]."""
     return x if _per_channel(g) else x.sum(-1, keepdim=True)
 
 
 def _biased(x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """x + dt_bias, and exp(A_log) broadcast beside it."""
+    """x + dt_bias, and exp(A_log) shaped to broadcast with it."""
     rate = x.new_ones(()) if A_log is None else torch.exp(A_log.to(x.dtype)).view(-1, 1, 1)
     return x if dt_bias is None else x + dt_bias.to(x.dtype).view(x.shape[1], 1, -1), rate
 
@@ -215,7 +215,7 @@ def _grams(rows: tuple[Tensor, ...], k: Tensor, G: Tensor | None) -> list[Tensor
 
 
 def _pairwise(G: Tensor, dtype: torch.dtype) -> Tensor:
-    """exp(G_r - G_s) for s <= r, else 0, in dtype; selected before it is exponentiated.   [n, C, C]"""
+    """exp(G_r - G_s) for s <= r, else 0, in dtype; masked before the exponential.   [n, C, C]"""
     above = torch.ones(G.shape[1], G.shape[1], dtype=torch.bool, device=G.device).triu_(1)
     return torch.exp((G - G.transpose(1, 2)).to(dtype).masked_fill_(above, -torch.inf))
 

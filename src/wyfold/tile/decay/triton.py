@@ -1,7 +1,7 @@
-"""The gate on the device, in the one place that knows its kind.
+"""The gate in Triton: loads, activation, decays and their adjoints, for every kind of gate.
 
-GATE is "none", "scalar" (one number per token) or "channel" (one per token and key channel). A channel gate sits inside
-the contraction, which `channel` splits, for grams and for their adjoint.
+GATE is "none", "scalar" (one number per token) or "channel" (one per token and key channel). A channel gate is inside
+the contraction; `channel` splits it for the grams and their adjoint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from wyfold.tile.index.triton import (
 FLOOR = log_gate_floor(torch.float32)
 
 NEAR: tl.constexpr = tl.constexpr(8)
-"""Rows of a sub-chunk of the adjoint, whose pairs meet one by one."""
+"""Rows of a sub-chunk in the adjoint of a channel gate; pairs inside one are computed one by one."""
 
 
 def gate_kind(g: Tensor | None) -> str:
@@ -37,13 +37,13 @@ def gate_kind(g: Tensor | None) -> str:
 
 
 def gate_flags(g: Tensor | None) -> dict[str, Any]:
-    """GATE, and what kernels ask of it, as keywords of a launch."""
+    """GATE, SCALAR and CHANNEL as keyword arguments of a launch."""
     kind = gate_kind(g)
     return {"GATE": kind, "SCALAR": kind == "scalar", "CHANNEL": kind == "channel"}
 
 
 def gate_width(g: Tensor | None) -> int:
-    """Gates of a token and value head: K of a channel gate, else 1."""
+    """Number of gates per token and value head: K for a channel gate, else 1."""
     return g.shape[3] if g is not None and g.ndim == 4 else 1
 
 
@@ -66,9 +66,9 @@ def load_gate(
     BT: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """The gate as the caller passed it, from a channel on, and the log gate: activated, floored, zero in padding.
+    """Load the raw gate, for channels from `column` on, and the log gate: activated, floored, zero in padding.
 
-    Both [BT, BK] for a channel gate, [BT] for a scalar one, zeros [BT] without one; float32.
+    Both are [BT, BK] for a channel gate, [BT] for a scalar gate, and zeros [BT] without one; float32.
     """
     if GATE == "none":
         return tl.zeros((BT,), tl.float32), tl.zeros((BT,), tl.float32)
@@ -87,7 +87,7 @@ def load_gate(
 def load_raw_gate(
     p_g, s_g, b, t, h, column, rows, GATE: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr
 ):
-    """The gate as the caller passed it, float32.   [BT, BK] of a channel gate's columns from `column` on, or [BT]"""
+    """Load the raw gate as float32.   [BT, BK] for a channel gate, from channel `column` on, else [BT]"""
     if GATE == "channel":
         return load_tokens(p_g, s_g, b, t, h, column, rows, K, BT, BK).to(tl.float32)
     else:
@@ -96,7 +96,7 @@ def load_raw_gate(
 
 @triton.jit
 def load_gate_parameters(p_A_log, p_dt_bias, h, column, GATE: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
-    """exp(A_log) of the head, and dt_bias ([BK] for a channel gate); 1 and 0 where a parameter is None."""
+    """Load exp(A_log) of the head, and dt_bias ([BK] for a channel gate); 1 and 0 where a parameter is None."""
     rate = 1.0
     if p_A_log is not None:
         rate = tl.exp(tl.load(p_A_log + h).to(tl.float32))
@@ -124,7 +124,7 @@ def log_gate(
     K: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Log gate from what the caller passed, as the eager twin; clamp is the floor where none was asked."""
+    """Log gate from the raw gate, as `eager.log_gate`; without a requested clamp, `clamp` is the floor."""
     rate, bias = 1.0, 0.0
     if ACTIVATION != "given":
         rate, bias = load_gate_parameters(p_A_log, p_dt_bias, h, column, GATE, K, BK)
@@ -133,7 +133,7 @@ def log_gate(
 
 @triton.jit
 def activated(x, rate, bias, lower_bound, clamp, ACTIVATION: tl.constexpr):
-    """`log_gate`, its parameters at hand."""
+    """`log_gate` with its parameters loaded."""
     if ACTIVATION == "given":
         g = x
     elif ACTIVATION == "softplus":
@@ -148,7 +148,7 @@ def activated(x, rate, bias, lower_bound, clamp, ACTIVATION: tl.constexpr):
 def load_token_parameters(
     p_A_log, p_dt_bias, h, GATE: tl.constexpr, ACTIVATION: tl.constexpr, K: tl.constexpr, BK: tl.constexpr
 ):
-    """`load_gate_parameters` of a head for single tokens: a channel gate's dt_bias is [BK]."""
+    """`load_gate_parameters` for kernels of single tokens: a channel gate's dt_bias is [BK], not [1, BK]."""
     if GATE == "channel" and ACTIVATION != "given":
         rate, _ = load_gate_parameters(p_A_log, None, h, 0, GATE, K, BK)
         if p_dt_bias is None:
@@ -163,19 +163,19 @@ def load_token_parameters(
 
 
 @triton.jit
-def load_token_gate(p_g, s_g, b, t, h, here, GATE: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
-    """One token's gate as the caller passed it.   [BK] of a channel gate, else one number; 0 without one"""
+def load_token_gate(p_g, s_g, b, t, h, exists, GATE: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """Load one token's raw gate.   [BK] for a channel gate, else one number; 0 without a gate"""
     if GATE == "channel":
-        return load_token_row(p_g, s_g, b, t, h, 0, here, K, BK)
+        return load_token_row(p_g, s_g, b, t, h, 0, exists, K, BK)
     elif GATE == "scalar":
-        return load_token_number(p_g, s_g, b, t, h, here)
+        return load_token_number(p_g, s_g, b, t, h, exists)
     else:
         return 0.0
 
 
 @triton.jit
 def token_decay(x, rate, bias, lower_bound, clamp, GATE: tl.constexpr, ACTIVATION: tl.constexpr):
-    """Decay of the state over one token, of `load_token_gate`'s x.   [1, BK] or a number"""
+    """Decay of the state over one token; x is from `load_token_gate`.   [1, BK] or a number"""
     if GATE == "none":
         return 1.0
     elif GATE == "channel":
@@ -186,7 +186,7 @@ def token_decay(x, rate, bias, lower_bound, clamp, GATE: tl.constexpr, ACTIVATIO
 
 @triton.jit
 def running_sum(b_g, GATE: tl.constexpr):
-    """G: running sum of the log gate inside its chunk.   [BT] for a scalar gate; zeros without one"""
+    """G, the running sum of the log gate inside its chunk.   [BT] for a scalar gate; zeros without one"""
     if GATE == "scalar":
         return tl.cumsum(b_g, axis=0)
     else:
@@ -197,9 +197,9 @@ def running_sum(b_g, GATE: tl.constexpr):
 def decayed_grams_transposed(
     b_q, b_k, b_rq, b_rk, b_g, GATE: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """Grams of normalised rows, s before or at r, both [s, r], and the key gram [r, s] as well; gates are no channels'.
+    """Decayed grams of normalised rows, transposed to [s, r], and the key gram [r, s]; not for channel gates.
 
-        J[r, s] = sum_c k[r, c] k[s, c] exp(G[r] - G[s])    s <  r, else 0; not transposed, else anything
+        J[r, s] = sum_c k[r, c] k[s, c] exp(G[r] - G[s])    s <  r, else 0 in J^T and undefined in J
         P[r, s] = sum_c q[r, c] k[s, c] exp(G[r] - G[s])    s <= r, else 0
 
     Args:
@@ -216,38 +216,38 @@ def decayed_grams_transposed(
     if GATE == "scalar":
         b_decay = pairwise_decay(tl.cumsum(b_g, axis=0), BT)
         b_kk, b_factor = b_kk * b_decay, b_factor * b_decay
-    # An exact product takes it apart.
+    # `no_fma`: a later exact product splits the rounded number into parts.
     b_PT = tl.where(o[:, None] <= o[None, :], no_fma(b_PT * b_factor), 0.0)
     return b_kk, tl.where(o[:, None] < o[None, :], b_kk, 0.0), b_PT
 
 
 @triton.jit
 def pairwise_decay(b_G, BT: tl.constexpr):
-    """Decay between the earlier and the later of two rows, exp(-|G_r - G_s|) for G that never rises.   [BT, BT]
+    """Decay between two rows, exp(-|G_r - G_s|) for non-increasing G.   [BT, BT], symmetric
 
-    Symmetric. The difference has one sign on each side of the diagonal; it is selected, so that a rise in G, which
-    is outside the contract, does not change what is a decay.
+    The sign is selected by the side of the diagonal, not by the difference. So an increase in G, which is outside the
+    contract, does not swap a decay for its inverse.
     """
     o = tl.arange(0, BT)
     difference = b_G[:, None] - b_G[None, :]
-    # Triton's exp scales what is too small for a float32 to be normal, in three instructions more.
+    # exp2, because Triton's exp spends three more instructions on subnormal results.
     return tl.exp2(tl.where(o[:, None] >= o[None, :], difference, -difference) * LOG2_E)
 
 
 @triton.jit
 def interval_decay(b_g, BT: tl.constexpr):
-    """exp of the sum of a scalar gate after row s, up to row r; anything where r is not after s.   [BT, BT], [r, s]
+    """exp of the sum of a scalar gate after row s up to row r; undefined where r is not after s.   [BT, BT], [r, s]
 
-    A gate is split into a multiple of 2^-10, whose running sums are exact, and a rest whose sums are small: however
-    strong a gate before both rows is, their difference loses nothing to it.
+    A gate is split into a multiple of 2^-10, whose running sums are exact, and a rest with small sums. So a strong gate
+    before both rows costs their difference no precision.
     """
     o = tl.arange(0, BT)
     b_coarse = (b_g + 12288.0) - 12288.0
-    # Gathered by their own numbers, both at once: so the tile is made where it is wanted. A tile made beside the sums
-    # would go through shared memory (docs/facts/compilers.md, TRITON-6).
-    b_sums = _pair(*tl.associative_scan((b_coarse, b_g - b_coarse), 0, _add_pairs))
-    b_G_r, b_rest_r = _unpair(tl.gather(b_sums, o, 0)[:, None])
-    b_G_s, b_rest_s = _unpair(tl.gather(b_sums, o, 0)[None, :])
+    # Both sums are gathered at once, by row number, so that the tile gets its final layout. A tile broadcast from the
+    # sums would go through shared memory (docs/facts/compilers.md, TRITON-6).
+    b_sums = _pack2(*tl.associative_scan((b_coarse, b_g - b_coarse), 0, _add_pairs))
+    b_G_r, b_rest_r = _unpack2(tl.gather(b_sums, o, 0)[:, None])
+    b_G_s, b_rest_s = _unpack2(tl.gather(b_sums, o, 0)[None, :])
     return tl.exp2(((b_G_r - b_G_s) + (b_rest_r - b_rest_s)) * LOG2_E)
 
 
@@ -257,21 +257,21 @@ def _add_pairs(x, y, to_x, to_y):
 
 
 @triton.jit
-def _pair(x, y):
-    """Two float32 as one number of 64 bits."""
+def _pack2(x, y):
+    """Pack two float32 into 64 bits."""
     return (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | y.to(tl.uint32, bitcast=True).to(tl.int64)
 
 
 @triton.jit
-def _unpair(pair):
+def _unpack2(pair):
     return (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True), pair.to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def scalar_rows(b_G, GATE: tl.constexpr, BT: tl.constexpr):
-    """Decay from the chunk's start to each row and from each row to its end, one number a row: ones unless scalar.
+    """Decays from the chunk's start to each row, from each row to the chunk's end, and over the chunk.   [BT], [BT], 1
 
-    Padding has g = 0, so the last row's sum is the last token's.
+    Ones unless the gate is scalar. Padding has g = 0, so the last row's sum is the last token's.
     """
     if GATE == "scalar":
         o = tl.arange(0, BT)
@@ -310,7 +310,7 @@ def log_gate_bwd(
 
 @triton.jit
 def activated_bwd(x, b_dg, rate, bias, lower_bound, clamp, CLAMPED: tl.constexpr, ACTIVATION: tl.constexpr):
-    """`log_gate_bwd`, its parameters at hand."""
+    """`log_gate_bwd` with its parameters loaded."""
     if ACTIVATION == "given":
         if CLAMPED:
             b_dg = tl.where(x < clamp, 0.0, b_dg)
@@ -351,27 +351,27 @@ def store_gate_gradient(
     BT: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Write a gate's gradient to its tokens, and this tile's share of the parameters' sums.
+    """Store a gate's gradient to its tokens, and this tile's terms of the parameters' gradients.
 
     Args:
         p_dA_log, p_ddt_bias: [tiles, slices of K or 1] and [tiles, K or 1], float32, or None.
         b_dx, b_dA: From `log_gate_bwd`: [BT / NEAR, NEAR, BK] for the channels from `column` on, or [BT].
-        nothing: As of `load_sub_chunks`.
+        opaque_zero: As of `load_sub_chunks`.
     """
-    # As a row of a tile: for sm_100 Triton 3.6 fails to compile a sum of one dimension that comes from a product.
+    # Summed as a tile's row: for sm_100, Triton 3.6 fails to compile a one-dimensional sum of a product.
     o_one = i_tile + tl.arange(0, 1)
     o_r = tl.arange(0, BT)
     if GATE == "channel":
         NK: tl.constexpr = (K + BK - 1) // BK
         o_n, o_k = tl.arange(0, BT // NEAR)[:, None], column + tl.arange(0, BK)
-        real = (o_n * NEAR + tl.arange(0, NEAR)[None, :] < rows)[:, :, None] & (o_k < K)[None, None, :]
+        valid = (o_n * NEAR + tl.arange(0, NEAR)[None, :] < rows)[:, :, None] & (o_k < K)[None, None, :]
         if p_dg is not None:
             store_token_sub_chunks(p_dg, s_dg, b, t, h, column, rows, b_dx, opaque_zero, K, BT, BK, NEAR)
         if p_ddt_bias is not None:
-            b_sum = tl.sum(tl.sum(tl.where(real, b_dx, 0.0), axis=1), axis=0)
+            b_sum = tl.sum(tl.sum(tl.where(valid, b_dx, 0.0), axis=1), axis=0)
             tl.store(p_ddt_bias + i_tile * K + o_k, b_sum, mask=o_k < K)
         if p_dA_log is not None:
-            b_sum = tl.sum(tl.sum(tl.where(real, b_dA, 0.0), axis=1), axis=0)
+            b_sum = tl.sum(tl.sum(tl.where(valid, b_dA, 0.0), axis=1), axis=0)
             tl.store(p_dA_log + o_one * NK + column // BK, tl.sum(b_sum[None, :], axis=1))
     elif GATE == "scalar":
         if p_dg is not None:
@@ -384,7 +384,7 @@ def store_gate_gradient(
 
 @triton.jit
 def pair_decay(b_G, GATE: tl.constexpr, BT: tl.constexpr):
-    """`pairwise_decay` where one number decays a pair of rows, else 1: a channel gate's is inside the contraction."""
+    """`pairwise_decay` for a scalar gate, else 1; a channel gate is inside the contraction."""
     if GATE == "scalar":
         return pairwise_decay(b_G, BT)
     else:
@@ -393,10 +393,10 @@ def pair_decay(b_G, GATE: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def interval_sum(b_pairs, BT: tl.constexpr, EXACT: tl.constexpr):
-    """sum over r >= i > s of pairs[r, s]; others than r > s count as nothing.   [BT, BT] -> [BT]
+    """sum over r >= i > s of pairs[r, s]; entries with r <= s are ignored.   [BT, BT] -> [BT]
 
-    The sum over r is a product, and what is left a sum along rows, which a few lanes hold. The pairs are the right
-    operand: the left one, zeros and ones, is made where it is needed.
+    The sum over r is a product with a matrix of zeros and ones as the left operand. The remaining sum runs along rows,
+    which a few lanes hold.
     """
     o_i, o_s = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
     b_after = mm_exact((o_i <= o_s).to(tl.bfloat16), b_pairs, None, EXACT)
@@ -408,9 +408,9 @@ def state_gate_gradient(b_read, b_write, carried, BT: tl.constexpr):
     """Gradient of a scalar gate through the states, interval form.   [BT]
 
     Args:
-        b_read: [BT] x * dx of every row decayed from the chunk's start, summed.
-        b_write: [BT] the same of the rows decayed to its end.
-        carried: The entering state times its gradient, decayed over the chunk, summed.
+        b_read: [BT] sum over channels of x * dx, for rows decayed from the chunk's start.
+        b_write: [BT] the same for rows decayed to the chunk's end.
+        carried: Sum of the entering state times its gradient, decayed over the chunk.
     """
     o_i, o_r = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
     return tl.sum(tl.where(o_r >= o_i, b_read[None, :], b_write[None, :]), axis=1) + carried

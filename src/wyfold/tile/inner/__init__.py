@@ -1,1 +1,1 @@
-"""TTT-Linear's inner model: its prediction, the gradient it steps along, its read, and the adjoint of each."""
+"""Inner model of TTT-Linear: prediction, inner gradient, update step and read, and the adjoint of each."""

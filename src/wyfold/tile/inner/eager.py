@@ -1,8 +1,8 @@
 """The inner model of TTT-Linear, a linear map (S, c) followed by a layer norm, and the adjoint of each of its steps.
 
-Tiles are [n, C, D], one mini-batch of one value head each; w and u are the norm's weight and bias, e the column of step
-sizes, q already times scale unless it is called `raw`. Every mean below runs over a row's D numbers; variances take two
-passes.
+Tiles are [n, C, D], one mini-batch of one value head each. w and u are the norm's weight and bias, and e is the column
+of step sizes. q is already multiplied by scale unless it is called `raw`. Every mean runs over a row's D numbers;
+variances take two passes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Inner(NamedTuple):
-    """The inner gradient of a mini-batch and what its adjoint needs.
+    """The inner gradient of a mini-batch, and the values that its adjoint needs.
 
     Attributes:
         X: [n, C, D] normalised prediction.
@@ -42,7 +42,7 @@ def normalise(z: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def normalise_bwd(x: Tensor, r: Tensor, d: Tensor) -> Tensor:
-    """r (d - mean d - x mean(x d)): a gradient d in x as one in z.   `ln(d)` on paper"""
+    """Adjoint of `normalise`: r (d - mean d - x mean(x d)), written `ln(d)` in the docs."""
     return (d - d.mean(-1, keepdim=True)).addcmul_(x, (x * d).mean(-1, keepdim=True), value=-1).mul_(r)
 
 
@@ -53,7 +53,7 @@ def inner_gradient(
 
         Z = k S + c        X, r = normalise(Z)        Y = w (w X + t)        N = ln(Y), zero in idle rows
 
-    The zeroing is essential: an idle row predicts c, not zero, and would step.
+    Zeroing is essential: an idle row predicts c, not zero, and would update the state.
 
     Args:
         S, c: [n, D, D], [n, 1, D] state the mini-batch entered with.
@@ -87,29 +87,29 @@ def inner_gradient_bwd(inner: Inner, w: Tensor, dN: Tensor) -> tuple[Tensor, Ten
 
 
 def attention(q: Tensor, k: Tensor) -> Tensor:
-    """How much of row s's step row r reads, Bm = tril(q k^T + 1): the ones are the bias's share.   [n, C, C]"""
+    """Bm = tril(q k^T + 1), the weight of row s's step in row r's read; the ones are the bias's part.   [n, C, C]"""
     return torch.bmm(q, k.transpose(1, 2)).add_(1).tril_()
 
 
 def read(S: Tensor, c: Tensor, q: Tensor, e: Tensor, written: Tensor) -> Tensor:
-    """O = q S + c - e written: what each row reads from the state that its own step size leads to.
+    """O = q S + c - e written: each row's read from the state after the steps so far, with its own step size.
 
     Args:
         S, c: [n, D, D], [n, 1, D] state the mini-batch entered with.
         q: [n, C, D].
         e: [n, C, 1].
-        written: [n, C, D]. Bm N, the sum of the steps so far as q sees it.
+        written: [n, C, D] Bm N, q's read of the sum of the steps so far.
     """
     return torch.baddbmm(c, q, S).addcmul_(e, written, value=-1)
 
 
 def residual_norm(O: Tensor, w: Tensor, u: Tensor, eps: float, raw: Tensor | None) -> Tensor:
-    """out = O + w normalise(O) + u, or with the raw query [n, C, D] in the place of the first O."""
+    """out = O + w normalise(O) + u; with `raw` [n, C, D], out = raw + w normalise(O) + u."""
     return normalise(O, eps)[0].mul_(w).add_(u).add_(O if raw is None else raw)
 
 
 def residual_norm_bwd(O: Tensor, w: Tensor, eps: float, dout: Tensor, on_q: bool) -> tuple[Tensor, Tensor]:
-    """Adjoint of `residual_norm`; with the residual on the query, its share of the query's gradient is dout.
+    """Adjoint of `residual_norm`. With the residual on the query, dout also flows to the query's gradient.
 
     Returns:
         dO: [n, C, D].
@@ -128,6 +128,6 @@ def step_(S: Tensor, c: Tensor, k: Tensor, N: Tensor, e_last: Tensor) -> None:
 
 
 def step_bwd_(dS: Tensor, dc: Tensor, q: Tensor, k: Tensor, dO: Tensor, dZ: Tensor) -> None:
-    """dS <- dS + q^T dO + k^T dZ and dc <- dc + sum(dO + dZ), in place: from the state left to the state entered."""
+    """dS <- dS + q^T dO + k^T dZ and dc <- dc + sum(dO + dZ), in place: from the leaving to the entering state."""
     dS.baddbmm_(q.transpose(1, 2), dO).baddbmm_(k.transpose(1, 2), dZ)
     dc.add_((dO + dZ).sum(1, keepdim=True))

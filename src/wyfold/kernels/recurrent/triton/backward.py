@@ -1,4 +1,4 @@
-"""The walk back: states are rebuilt from those kept on the way and met in reverse beside their gradient."""
+"""Backward recurrence: recomputes states from stored ones, and visits tokens in reverse with the state's gradient."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wyfold.kernels.records import PartialGradients
-from wyfold.kernels.recurrent.triton.tokens import CLEARED, WIDE, launch_key_bwd, load_token, seen
+from wyfold.kernels.recurrent.triton.tokens import CLEARED, WIDE, activate_token, launch_key_bwd, load_token
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
@@ -37,29 +37,30 @@ def recurrent_bwd(
     block: int,
     run: int,
 ) -> PartialGradients:
-    """Walk every sequence back from its last token; states are rebuilt from those after every `block` tokens.
+    """Run the backward over every sequence; states are recomputed from those stored every `block` tokens.
 
     Args:
         q, k, v, g, beta, A_log, dt_bias, grid, options: As given to `recurrent`.
         initial_state: [N, HV, K, V] or V-first, contiguous, or None (zeros).
-        states, first_state: From `recurrent`, every `block` tokens; None where no sequence is that long.
+        states, first_state: From `recurrent` with `every=block`; None where no sequence is that long.
         do: [B, T, HV, V] gradient of the output, any strides.
         dST: Gradient of the final states, contiguous like initial_state, or None (zeros).
         dv: [B, T, HV, V] written, zero past a packed batch's last boundary, or None.
         dS0: Gradient of the initial states, written, or None.
-        block, run: Tokens between the states given, and between those rebuilt from them first.
+        block: Tokens between the stored states.
+        run: Tokens between the states that are recomputed first.
 
     Returns:
-        What every tile of value rows gives to the gradients of q, k, beta and g.
+        Partial gradients of q, k, beta and g, one per tile of value rows.
     """
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
     config = tuned("recurrent.triton", launch_key_bwd(K, V), q.device)
     BK, BV = tile_width(K), min(config.blocks["BV"], tile_width(V))
     NV = -(-V // BV)
     programs = grid.sequences * HV * NV
-    # States that a program keeps aside: before every run of a block, and at every token of one run.
+    # Recomputed states of a program: before every run of a block, and at every token of one run.
     scratch = q.new_empty(programs, block // run + run, BV, BK, dtype=WIDE)
-    shares = PartialGradients(
+    partials = PartialGradients(
         q=q.new_empty(NV, B * T, HV, K, dtype=WIDE),
         k=q.new_empty(NV, B * T, HV, K, dtype=WIDE),
         beta=q.new_empty(NV, B * T, HV, dtype=WIDE),
@@ -87,7 +88,7 @@ def recurrent_bwd(
         do.stride(),
         dST,
         scratch,
-        *shares,
+        *partials,
         dv,
         strides(dv),
         dS0,
@@ -115,7 +116,7 @@ def recurrent_bwd(
         RUN=run,
         **config.options(contract=False),
     )
-    return shares
+    return partials
 
 
 @triton.jit(do_not_specialize=["N", "T", "tokens", "scale", "lower_bound", "clamp", "beta_most"])
@@ -171,7 +172,7 @@ def wyfold_recurrent_bwd_triton(
     BLOCK: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """One program owns BV value rows of one state and of its gradient, from the last token to the first."""
+    """One program runs BV value rows of one state and of its gradient, from the last token to the first."""
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
     i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, pid // (NV * HV)
@@ -191,10 +192,10 @@ def wyfold_recurrent_bwd_triton(
 
     heads = (HV * K * V, K * V)
     o_S, m_S = slot_offsets(heads, i_n, i_hv, column, K, V, BK, BV, V_FIRST)
-    # Kept aside as states lie, so that a tile is laid out among the threads in one way throughout.
-    o_kept, _m_kept = slot_offsets((BK * BV, BK * BV), 0, 0, 0, BK, BV, BK, BV, V_FIRST)
-    p_kept = p_scratch + pid * ((BLOCK // RUN + RUN) * BV * BK) + o_kept
-    p_run = p_kept + (BLOCK // RUN) * BV * BK
+    # Scratch states have the layout of the caller's states, so that a tile keeps one register layout throughout.
+    o_saved, _m_saved = slot_offsets((BK * BV, BK * BV), 0, 0, 0, BK, BV, BK, BV, V_FIRST)
+    p_saved = p_scratch + pid * ((BLOCK // RUN + RUN) * BV * BK) + o_saved
+    p_run = p_saved + (BLOCK // RUN) * BV * BK
     rate, bias = load_token_parameters(p_A_log, p_dt_bias, i_hv, GATE, ACTIVATION, K, BK)
     o_k = tl.arange(0, BK)
     b_dS = tl.zeros((BV, BK), tl.float32)
@@ -213,29 +214,29 @@ def wyfold_recurrent_bwd_triton(
             b_S += tl.load(p_states + o_B, mask=m_B & (i_block > 0), other=0.0)
         for i in range(begin, end):
             if i % RUN == 0:
-                tl.store(p_kept + (i - begin) // RUN * (BV * BK), b_S)
+                tl.store(p_saved + (i - begin) // RUN * (BV * BK), b_S)
             raw_q, raw_k, raw_v, x, raw_beta = load_token(
                 p_q, s_q, p_k, s_k, p_v, s_v, p_g, s_g, p_beta, s_beta, b, t + i, i_h, i_hv, column, i < length,
                 K, V, BK, BV, GATE,
             )  # fmt: skip
-            b_q, b_k, b_v, decay, beta = seen(
+            b_q, b_k, b_v, decay, beta = activate_token(
                 raw_q, raw_k, raw_v, x, raw_beta, rate, bias, lower_bound, clamp, beta_most,
                 GATE, ACTIVATION, NORM, LOGIT,
             )  # fmt: skip
             b_S, _b_o = token_step(b_S, decay, b_q, b_k, b_v, beta, V_FIRST)
-        tl.debug_barrier()  # what one thread stored another may load
+        tl.debug_barrier()  # other threads may load what a thread stored
         for i_run_back in range(tl.cdiv(end - begin, RUN)):
             i_run = tl.cdiv(end - begin, RUN) - 1 - i_run_back
             first = begin + i_run * RUN
             last = tl.minimum(first + RUN, end)
-            b_S = tl.load(p_kept + i_run * (BV * BK))
+            b_S = tl.load(p_saved + i_run * (BV * BK))
             for i in range(first, last):
                 tl.store(p_run + (i - first) * (BV * BK), b_S)
                 raw_q, raw_k, raw_v, x, raw_beta = load_token(
                     p_q, s_q, p_k, s_k, p_v, s_v, p_g, s_g, p_beta, s_beta, b, t + i, i_h, i_hv, column, i < length,
                     K, V, BK, BV, GATE,
                 )  # fmt: skip
-                b_q, b_k, b_v, decay, beta = seen(
+                b_q, b_k, b_v, decay, beta = activate_token(
                     raw_q, raw_k, raw_v, x, raw_beta, rate, bias, lower_bound, clamp, beta_most,
                     GATE, ACTIVATION, NORM, LOGIT,
                 )  # fmt: skip
@@ -247,7 +248,7 @@ def wyfold_recurrent_bwd_triton(
                     p_q, s_q, p_k, s_k, p_v, s_v, p_g, s_g, p_beta, s_beta, b, t + i, i_h, i_hv, column, i < length,
                     K, V, BK, BV, GATE,
                 )  # fmt: skip
-                b_q, b_k, b_v, decay, beta = seen(
+                b_q, b_k, b_v, decay, beta = activate_token(
                     raw_q, raw_k, raw_v, x, raw_beta, rate, bias, lower_bound, clamp, beta_most,
                     GATE, ACTIVATION, NORM, LOGIT,
                 )  # fmt: skip

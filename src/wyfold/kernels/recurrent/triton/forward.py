@@ -1,4 +1,4 @@
-"""The walk itself: one program per sequence, value head and tile of value rows, from the entering state to the last."""
+"""Forward recurrence: one program per sequence, value head and tile of value rows, over all tokens in order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wyfold.kernels.records import Slots
-from wyfold.kernels.recurrent.triton.tokens import CLEARED, launch_key, load_token, seen
+from wyfold.kernels.recurrent.triton.tokens import CLEARED, activate_token, launch_key, load_token
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
@@ -38,16 +38,17 @@ def recurrent(
     Args:
         q, k: [B, T, H, K], any strides.
         v: [B, T, HV, V].
-        g: [B, T, HV] or [B, T, HV, K] or None, as the caller gave it.
-        beta: [B, T, HV] or None (1), as the caller gave it.
+        g: [B, T, HV] or [B, T, HV, K] gate of the call; None without a gate.
+        beta: [B, T, HV] write strength of the call; None for 1.
         A_log, dt_bias: Gate parameters, contiguous, or None.
-        slots: States in and out; the numbers of a head's state lie one after another.
-        grid: The call's boundaries; its chunks are not looked at.
+        slots: Initial and final states; a head's state is contiguous.
+        grid: The call's boundaries; its chunks are not used.
         options: Uses `scale`, `qk_l2norm`, `activation`, `lower_bound`, `clamp`, `beta_logit`, `beta_most`,
             `state_v_first`.
-        o: [B, T, HV, V] written, zero where no sequence with a live slot has a token; None: not wanted.
-        states: [rows, HV, K, V] or V-first, written with the states after every `every` tokens, or None.
-        first_state: [N] int64 row in `states` of each sequence's first.
+        o: [B, T, HV, V] written, zero for tokens without a live slot; None to skip outputs.
+        states: [rows, HV, K, V] or V-first, written with the state after every `every` tokens; None to skip.
+        first_state: [N] int64 row in `states` of each sequence's first state.
+        every: Tokens between stored states.
     """
     (H, K), (HV, V) = q.shape[2:], v.shape[2:]
     stored = next((x for x in (slots.entering, slots.leaving, states) if x is not None), None)
@@ -72,7 +73,7 @@ def recurrent(
         strides(beta),
         A_log,
         dt_bias,
-        # Where nothing enters, nothing is read from where it could lie: the tile lies in registers as ever.
+        # Without initial states this pointer is never read. It is passed so that the tile has the same layout.
         stored,
         head if slots.entering is None else slots.entering.stride()[:2],
         slots.leaving,
@@ -175,7 +176,7 @@ def wyfold_recurrent_triton(
     V_FIRST: tl.constexpr,
     EACH: tl.constexpr,
 ):
-    """One program owns BV value rows of one state, from where it enters to where it is left."""
+    """One program runs BV value rows of one sequence's state, from the entering state to the final one."""
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
     i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, pid // (NV * HV)
@@ -184,7 +185,7 @@ def wyfold_recurrent_triton(
     b, t, length = i_n, i_n * 0, i_n * 0 + T
     live = i_n < N
     if PACKED:
-        # A sequence more: the tokens past the last boundary.
+        # One sequence more: the tokens past the last boundary.
         b, t = i_n * 0, tl.load(p_cu + i_n)
         length = tl.load(p_cu + i_n + 1) - t
     if p_source is None:
@@ -205,17 +206,17 @@ def wyfold_recurrent_triton(
                 store_tokens(p_o, s_o, b, t + row, i_hv, column, rows, zeros, V, CLEARED, BV)
         return
 
-    there = given != 0
+    has_state = given != 0
     if p_given is not None:
-        there = there & (tl.load(p_given + i_n) != 0)
+        has_state = has_state & (tl.load(p_given + i_n) != 0)
     o_S, m_S = slot_offsets(s_S0, slot, i_hv, column, K, V, BK, BV, V_FIRST)
-    b_S = tl.load(p_S0 + o_S, mask=m_S & there, other=0.0).to(tl.float32)
+    b_S = tl.load(p_S0 + o_S, mask=m_S & has_state, other=0.0).to(tl.float32)
     rate, bias = load_token_parameters(p_A_log, p_dt_bias, i_hv, GATE, ACTIVATION, K, BK)
     raw_q, raw_k, raw_v, x, raw_beta = load_token(
         p_q, s_q, p_k, s_k, p_v, s_v, p_g, s_g, p_beta, s_beta, b, t, i_h, i_hv, column, length > 0, K, V, BK, BV, GATE
     )
     for i in range(length):
-        b_q, b_k, b_v, decay, beta = seen(
+        b_q, b_k, b_v, decay, beta = activate_token(
             raw_q, raw_k, raw_v, x, raw_beta, rate, bias, lower_bound, clamp, beta_most, GATE, ACTIVATION, NORM, LOGIT
         )
         raw_q, raw_k, raw_v, x, raw_beta = load_token(

@@ -1,4 +1,4 @@
-"""What the launches have in common: how a token is read and seen, and what decides how they are compiled."""
+"""Token loads, token activation and launch configuration keys, shared by the launches of `recurrent`."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from wyfold.tile.index.triton import load_token_number, load_token_row
 from wyfold.tile.norm.triton import normalised
 
 CLEARED: tl.constexpr = tl.constexpr(16)
-"""Rows of output that a program without a state zeroes at a time."""
+"""Rows of output zeroed per store by a program without a state."""
 
 WIDE = torch.float32
 
 
 def launch_key(stored: torch.dtype, K: int, V: int, g: Tensor | None, *, v_first: bool, alone: bool = False) -> str:
-    """What a launch configuration depends on: how states are stored, their widths, the gate's kind.
+    """Launch configuration key: the states' dtype, widths and layout, and the gate's kind.
 
-    alone: every sequence has one token, and one slot for its state.
+    `alone` means that every sequence has one token, and one slot for its state.
     """
     order = "VK" if v_first else "KV"
     return f"{dtype_word(stored)} K{K} V{V} {order} {gate_kind(g)}{' alone' * alone}"
 
 
 def served_key(pool: Tensor, K: int, V: int, g: Tensor | None, *, v_first: bool, alone: bool) -> str:
-    """`launch_key` of a call whose states lie in the slots of a pool.
+    """`launch_key` of a call whose states are in the slots of a pool.
 
-    Where they do not begin at multiples of 16 bytes, or slots and heads are no multiples of 16 numbers apart, which is
-    what a compiler is told, no token is alone: other launches than this one copy states by as much.
+    `alone` requires states that begin at multiples of 16 bytes, and strides of slots and heads that are multiples of 16
+    elements: the kernels for single tokens copy states in vectors of 16 bytes, and are compiled for these strides.
     """
-    # A fake tensor, of which a plan is asked, has no address.
+    # A fake tensor, used for planning, has no address.
     first = pool.data_ptr() if type(pool) in (Tensor, Parameter) else pool.storage_offset() * pool.itemsize
-    reached = first % 16 == 0 and all(step % 16 == 0 for step in pool.stride()[:2])
-    return launch_key(pool.dtype, K, V, g, v_first=v_first, alone=alone and reached)
+    aligned = first % 16 == 0 and all(step % 16 == 0 for step in pool.stride()[:2])
+    return launch_key(pool.dtype, K, V, g, v_first=v_first, alone=alone and aligned)
 
 
 def launch_key_bwd(K: int, V: int) -> str:
-    """The same of the walk back."""
+    """Launch configuration key of `recurrent_bwd`."""
     return f"K{K} V{V} bwd"
 
 
@@ -63,29 +63,29 @@ def load_token(
     i_h,
     i_hv,
     column,
-    here,
+    exists,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     GATE: tl.constexpr,
 ):
-    """One token as it lies in memory, all of it asked for before anything waits: q, k [BK], v [BV], gate, strength.
+    """Load one token's raw q, k [BK], v [BV], gate and write strength; all loads are issued before any is used.
 
-    Unless it is here, nothing is read.
+    Nothing is read unless `exists`.
     """
-    b_k = load_token_row(p_k, s_k, b, t, i_h, 0, here, K, BK)
-    b_q = load_token_row(p_q, s_q, b, t, i_h, 0, here, K, BK)
-    b_v = load_token_row(p_v, s_v, b, t, i_hv, column, here, V, BV)
-    x = load_token_gate(p_g, s_g, b, t, i_hv, here, GATE, K, BK)
+    b_k = load_token_row(p_k, s_k, b, t, i_h, 0, exists, K, BK)
+    b_q = load_token_row(p_q, s_q, b, t, i_h, 0, exists, K, BK)
+    b_v = load_token_row(p_v, s_v, b, t, i_hv, column, exists, V, BV)
+    x = load_token_gate(p_g, s_g, b, t, i_hv, exists, GATE, K, BK)
     beta = 1.0
     if p_beta is not None:
-        beta = load_token_number(p_beta, s_beta, b, t, i_hv, here)
+        beta = load_token_number(p_beta, s_beta, b, t, i_hv, exists)
     return b_q, b_k, b_v, x, beta
 
 
 @triton.jit
-def seen(
+def activate_token(
     b_q,
     b_k,
     b_v,
@@ -101,7 +101,7 @@ def seen(
     NORM: tl.constexpr,
     LOGIT: tl.constexpr,
 ):
-    """A token as the recurrence sees it: q and k normalised, v, decay of the state, write strength; float32."""
+    """Apply norm, gate and sigmoid to a raw token: q, k, v, decay of the state and write strength, all float32."""
     b_q, b_k, b_v = b_q.to(tl.float32), b_k.to(tl.float32), b_v.to(tl.float32)
     if NORM:
         b_k, b_q = normalised(b_k), normalised(b_q)

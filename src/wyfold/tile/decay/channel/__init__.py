@@ -1,1 +1,1 @@
-"""Grams under a gate of its own for every key channel, and their adjoint."""
+"""Decayed grams under a channel gate, one gate per key channel, and their adjoint."""

@@ -1,9 +1,9 @@
-"""Grams under a channel gate, and their adjoint.
+"""Decayed grams under a channel gate, and their adjoint, in PyTorch.
 
-Such a gate sits inside the contraction. Dyadic halving splits it: at each level, blocks of 2h rows pair their lower
+A channel gate is inside the contraction. Dyadic halving splits it: at each level, blocks of 2h rows pair their lower
 half with their upper half, both anchored at the lower half's first row, which lies between them in time. Each pair
-r > s meets at exactly one level, no exponent is positive, and nothing refers to a row's future. The diagonal needs no
-gate.
+r > s is computed at exactly one level, no exponent is positive, and no row depends on later gates. The diagonal needs
+no gate.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gradients of tokens: the shares of value tiles and value heads, added up in their order."""
+"""Sums the partial gradients of value tiles and value heads, in a fixed order, into the tokens' gradients."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from wyfold.tile.index.triton import load_tokens, store_token_scalars, store_tok
 from wyfold.tile.norm.triton import row_norm, row_norm_bwd
 
 
-def gather(
+def reduce_partials(
     q: Tensor,
     k: Tensor,
     g: Tensor | None,
     beta: Tensor | None,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
-    shares: PartialGradients,
+    partials: PartialGradients,
     grid: ChunkGrid,
     options: DeltaOptions,
     out: GradientOutputs,
 ) -> None:
-    """Gradients of tokens and parameters from the shares of value tiles and value heads, added up in their order.
+    """Write the gradients of tokens and parameters, summed over value tiles and value heads in a fixed order.
 
     Args:
         q, k, g, beta, A_log, dt_bias, grid, options: As given to `recurrent`.
         shares: From `recurrent_bwd`.
-        out: Tokens of every gradient but v's, zero past a packed batch's last boundary, and the parameters' sums; None
-            where none is wanted.
+        out: Receives all gradients except v's; tokens past a packed batch's last boundary get zeros. None where a
+            gradient is not requested.
     """
-    (B, T, H, K), HV, gates = q.shape, shares.q.shape[2], gate_width(g)
+    (B, T, H, K), HV, gates = q.shape, partials.q.shape[2], gate_width(g)
     config = tuned("recurrent.triton", "gather", q.device)
     BT, BK = config.blocks["BT"], tile_width(K)
     tiles = B * -(-T // BT)
@@ -67,7 +67,7 @@ def gather(
         strides(beta),
         A_log,
         dt_bias,
-        *shares,
+        *partials,
         out.q,
         strides(out.q),
         out.k,
@@ -88,7 +88,7 @@ def gather(
         H=H,
         HV=HV,
         K=K,
-        NV=shares.q.shape[0],
+        NV=partials.q.shape[0],
         BT=BT,
         BK=BK,
         PACKED=grid.cu is not None,
@@ -117,10 +117,10 @@ def wyfold_recurrent_gather_triton(
     s_beta,
     p_A_log,
     p_dt_bias,
-    p_dq_shares,
-    p_dk_shares,
-    p_dbeta_shares,
-    p_dg_shares,
+    p_dq_partials,
+    p_dk_partials,
+    p_dbeta_partials,
+    p_dg_partials,
     p_dq,
     s_dq,
     p_dk,
@@ -153,33 +153,35 @@ def wyfold_recurrent_gather_triton(
     NORM: tl.constexpr,
     LOGIT: tl.constexpr,
 ):
-    """One program owns BT tokens of one key head, and of its value heads one after another."""
+    """One program sums the gradients of BT tokens of one key head, and loops over its value heads."""
     GR: tl.constexpr = HV // H
     pid = tl.program_id(0).to(tl.int64)
     i_tile, i_h = pid // H, pid % H
     per_row = tl.cdiv(T, BT)
     b, t = i_tile // per_row, (i_tile % per_row) * BT
     rows = tl.minimum(T - t, BT).to(tl.int32)
-    real = rows
+    valid_rows = rows
     if PACKED:
-        real = tl.maximum(tl.minimum(tl.load(p_cu + N) - t, rows), 0).to(tl.int32)
+        valid_rows = tl.maximum(tl.minimum(tl.load(p_cu + N) - t, rows), 0).to(tl.int32)
     i_row = b * T + t
     b_dq, b_dk = tl.zeros((BT, BK), tl.float32), tl.zeros((BT, BK), tl.float32)
     for i_hv in range(i_h * GR, i_h * GR + GR):
-        b_dq += _shared(p_dq_shares, i_row, i_hv, tokens, real, HV, K, NV, BT, BK)
-        b_dk += _shared(p_dk_shares, i_row, i_hv, tokens, real, HV, K, NV, BT, BK)
+        b_dq += _sum_value_tiles(p_dq_partials, i_row, i_hv, tokens, valid_rows, HV, K, NV, BT, BK)
+        b_dk += _sum_value_tiles(p_dk_partials, i_row, i_hv, tokens, valid_rows, HV, K, NV, BT, BK)
         if p_dbeta is not None:
-            b_dbeta = tl.sum(_shared(p_dbeta_shares, i_row, i_hv, tokens, real, HV, 1, NV, BT, 1), axis=1)
+            b_dbeta = tl.sum(
+                _sum_value_tiles(p_dbeta_partials, i_row, i_hv, tokens, valid_rows, HV, 1, NV, BT, 1), axis=1
+            )
             if LOGIT:
-                b_dbeta = strength_bwd(p_beta, s_beta, b, t, i_hv, real, b_dbeta, beta_most, BT)
+                b_dbeta = strength_bwd(p_beta, s_beta, b, t, i_hv, valid_rows, b_dbeta, beta_most, BT)
             store_token_scalars(p_dbeta, s_dbeta, b, t, i_hv, rows, b_dbeta, BT)
         if SCALAR or CHANNEL:
-            b_dg = _shared(
-                p_dg_shares, i_row, i_hv, tokens, real, HV, K if CHANNEL else 1, NV, BT, BK if CHANNEL else 1
+            b_dg = _sum_value_tiles(
+                p_dg_partials, i_row, i_hv, tokens, valid_rows, HV, K if CHANNEL else 1, NV, BT, BK if CHANNEL else 1
             )
             if SCALAR:
                 b_dg = tl.sum(b_dg, axis=1)
-            b_x = load_raw_gate(p_g, s_g, b, t, i_hv, 0, real, GATE, K, BT, BK)
+            b_x = load_raw_gate(p_g, s_g, b, t, i_hv, 0, valid_rows, GATE, K, BT, BK)
             b_dx, b_dA = log_gate_bwd(
                 b_x, b_dg, p_A_log, p_dt_bias, i_hv, 0, lower_bound, clamp, CLAMPED, GATE, ACTIVATION, K, BK
             )
@@ -191,18 +193,18 @@ def wyfold_recurrent_gather_triton(
             )  # fmt: skip
     if p_dq is not None:
         if NORM:
-            b_y, b_r = row_norm(load_tokens(p_q, s_q, b, t, i_h, 0, real, K, BT, BK).to(tl.float32), 1e-6, 1)
+            b_y, b_r = row_norm(load_tokens(p_q, s_q, b, t, i_h, 0, valid_rows, K, BT, BK).to(tl.float32), 1e-6, 1)
             b_dq = row_norm_bwd(b_y, b_r, b_dq, 1)
         store_tokens(p_dq, s_dq, b, t, i_h, 0, rows, b_dq, K, BT, BK)
     if p_dk is not None:
         if NORM:
-            b_y, b_r = row_norm(load_tokens(p_k, s_k, b, t, i_h, 0, real, K, BT, BK).to(tl.float32), 1e-6, 1)
+            b_y, b_r = row_norm(load_tokens(p_k, s_k, b, t, i_h, 0, valid_rows, K, BT, BK).to(tl.float32), 1e-6, 1)
             b_dk = row_norm_bwd(b_y, b_r, b_dk, 1)
         store_tokens(p_dk, s_dk, b, t, i_h, 0, rows, b_dk, K, BT, BK)
 
 
 @triton.jit
-def _shared(
+def _sum_value_tiles(
     p,
     i_row,
     i_hv,
@@ -214,7 +216,7 @@ def _shared(
     BT: tl.constexpr,
     BW: tl.constexpr,
 ):
-    """Sum of the shares [NV, tokens, HV, W] of one value head in some tokens, zero in others.   [BT, BW]"""
+    """Sum the partials [NV, tokens, HV, W] of one value head over value tiles; zero past the last token.   [BT, BW]"""
     o_r, o_w = tl.arange(0, BT)[:, None], tl.arange(0, BW)[None, :]
     mask = (o_r < rows) & (o_w < W)
     b_x = tl.zeros((BT, BW), tl.float32)
