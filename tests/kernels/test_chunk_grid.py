@@ -1,4 +1,4 @@
-"""The `chunk_grid` launch: what PyTorch's operators make of the same boundaries, legal or not."""
+"""The `chunk_grid` launch against PyTorch operators on the same boundaries, legal or not."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ LEGAL = {
     "more than a step holds": tuple(range(0, 3 * 150, 3)),
     "empty ones at the end": (0, 5, 5, 5, 5),
     "no token": (0, 0),
-    "nobody": (0,),
+    "no sequence": (0,),
 }
 ILLEGAL = ((3, 5, 9), (0, 7, 2, 9), (0, 5, 99), (-4, 2, 9), (9, 9, 0), (0, 90, *range(100)))
 
@@ -37,23 +37,23 @@ def test_legal_boundaries(packing: str, C: int, spare: int, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("packing", LEGAL)
 @pytest.mark.parametrize("every", (1, 3, 64))
-def test_rows_of_states_between(packing: str, every: int, device: torch.device):
+def test_rows_of_intermediate_states(packing: str, every: int, device: torch.device):
     agree(torch.tensor(LEGAL[packing], device=device), LEGAL[packing][-1] + 13, 64, every)
 
 
 @pytest.mark.parametrize("borders", ILLEGAL, ids=str)
 def test_illegal_boundaries(borders: tuple[int, ...], device: torch.device):
-    """Nobody looked at them, and no kernel may reach outside the buffer."""
+    """Boundaries are not checked on the device, so kernels clamp them and stay inside the buffer."""
     agree(torch.tensor(borders, device=device), 9, 4 * 16)
     agree(torch.tensor(borders, device=device), 9, 4 * 16, every=2)
 
 
-def test_every_other_entry(device: torch.device):
+def test_strided_boundaries(device: torch.device):
     cu = torch.tensor([0, 100, 20, 100, 50, 100], device=device)[::2]
     agree(cu, 60, 16)
 
 
 @pytest.mark.parametrize("name", ("eager", "triton"))
-def test_a_dense_grid_needs_no_kernel(name: str):
+def test_a_dense_grid_launches_no_kernel(name: str):
     grid = table.kernel_module("chunk_grid", name).chunk_grid(3, 33, 16, None)
     assert grid == chunk_layout.chunk_grid(3, 33, 16, None)

@@ -1,4 +1,4 @@
-"""The `conv` launches: every packing against one sequence at a time, and windows that own each token exactly once."""
+"""The `conv` launches: every packing against separate sequences, and windows that own each token exactly once."""
 
 from collections.abc import Callable
 
@@ -24,7 +24,7 @@ def run(
     stage.conv(x, weight, None, None, state, cu_seqlens, True, y, final)
     out = ConvGradients(dx, dweight, None, dstate)
     stage.conv_bwd(x, weight, None, state, cu_seqlens, True, dy, dfinal, x.dtype, out)
-    # A row of a state is what one token left, over the channels.
+    # Transposed, so that a row of a state is one token over the channels.
     found = {"y": y, "final": final.mT, "dx": dx, "dweight": dweight, "dstate": dstate.mT}
     return {name: t.cpu() for name, t in found.items()}
 
@@ -50,7 +50,7 @@ def test_packed_against_float64_and_against_separate(size: str, packing: str, ba
     for name in ("y", "dx"):
         assert torch.equal(got[name][boundaries[-1] :], torch.zeros(packed.tokens - packed.cu_seqlens[-1], D))
     if size != "4-9":
-        return  # more taps change nothing about what separates sequences
+        return  # separation of sequences does not depend on the number of taps
     x, weight, state, dy, dfinal = there
     for n, (start, end) in enumerate(zip(packed.cu_seqlens, packed.cu_seqlens[1:])):
         alone = run(
@@ -68,7 +68,7 @@ TOKENS = 60
 
 
 def several(device: torch.device, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Sequences of several lengths and spare rows, for a filter of 4 taps with everything around it."""
+    """Sequences of several lengths and spare rows, for a filter of 4 taps with all optional inputs."""
     shape = {
         "x": (TOKENS, D), "weight": (D, 4), "bias": (D,), "residual": (TOKENS, D), "state": (4, D, 5),
         "dy": (TOKENS, D), "dfinal": (4, D, 5),
@@ -79,7 +79,7 @@ def several(device: torch.device, dtype: torch.dtype = torch.float32) -> dict[st
 def run_all(
     backend: str, given: dict[str, torch.Tensor], cu_seqlens: torch.Tensor | int, *, activated: bool = True, **other
 ) -> dict[str, torch.Tensor]:
-    """`run` with a bias and a residual, and with anything replaced, or None."""
+    """`run` with a bias and a residual; `other` replaces inputs, possibly by None."""
     t = {**given, **other}
     x, wide = t["x"], torch.promote_types(t["x"].dtype, torch.float32)
     y, dx, final = torch.empty_like(x), torch.empty_like(x), torch.empty_like(given["state"])
@@ -124,8 +124,8 @@ def test_narrow(dtype: torch.dtype, backend: str, device: torch.device):
     error.require(*(error.judge(got[name], truth[name], yardstick[name], name=name) for name in truth))
 
 
-def test_tokens_and_channels_at_any_distance(backend: str, device: torch.device):
-    """The same bits as from contiguous tensors; boundaries of either integer type."""
+def test_any_strides(backend: str, device: torch.device):
+    """Strided tensors give the same bits as contiguous ones; boundaries may have either integer type."""
     given, cu_seqlens = several(device), torch.tensor(SEVERAL, device=device)
     apart = {name: t.mT.contiguous().mT if t.ndim > 1 else torch.stack([t, t], 1)[:, 0] for name, t in given.items()}
     apart["x"] = torch.cat([given["x"], given["x"]], 1)[:, :D]
@@ -136,7 +136,7 @@ def test_tokens_and_channels_at_any_distance(backend: str, device: torch.device)
 
 
 @pytest.mark.parametrize("wanted", ["x", "weight", "bias", "state"])
-def test_only_what_is_wanted_is_written(wanted: str, backend: str, device: torch.device):
+def test_only_wanted_gradients_are_written(wanted: str, backend: str, device: torch.device):
     t, cu_seqlens = several(device), torch.tensor(SEVERAL, device=device)
 
     def gradients(*names: str) -> ConvGradients:
@@ -151,7 +151,7 @@ def test_only_what_is_wanted_is_written(wanted: str, backend: str, device: torch
     assert all(d is None for name, d in one._asdict().items() if name != wanted)
 
 
-def test_one_length_is_its_boundaries(device: torch.device):
+def test_one_length_equals_its_boundaries(device: torch.device):
     t = several(device)
     boundaries = torch.arange(0, TOKENS + 1, 15, device=device)
     packed, one_length = run_all("triton", t, boundaries), run_all("triton", t, 15)
@@ -163,8 +163,9 @@ def test_one_length_is_its_boundaries(device: torch.device):
 
 
 @pytest.mark.parametrize("wrong", [(0, 70, 90, 95, 99), (0, 50, 3, 40, 20), (-7, 20, 10**12, 30, 60), (9, 5, 4, 3, 2)])
-def test_boundaries_that_are_none_lead_nowhere(wrong: tuple[int, ...], guarded: Callable, device: torch.device):
-    """On a GPU nobody has looked at them: results mean nothing, but nothing beside a tensor is read or written."""
+def test_illegal_boundaries_stay_in_bounds(wrong: tuple[int, ...], guarded: Callable, device: torch.device):
+    """Boundaries on a GPU are not checked. With illegal ones results are meaningless, but every access stays in
+    bounds."""
     t = {name: guarded(found) for name, found in several(device).items()}
     y, dx, final, dstate = (guarded(t[name]) for name in ("x", "x", "state", "state"))
     cu_seqlens, stage = torch.tensor(wrong, device=device), table.kernel_module("conv", "triton")
@@ -179,7 +180,7 @@ def test_boundaries_that_are_none_lead_nowhere(wrong: tuple[int, ...], guarded: 
     "lengths", [(3 * BLOCK // D,), (BLOCK // D, 1, 2, BLOCK // D + 5, 3), (2,) * 5000, (40,) * 400]
 )
 def test_blocks_own_each_token_once(lengths: tuple[int, ...]):
-    """Every token counted once over all windows, and every window's values are what stands around its tokens."""
+    """Each token counts once over all windows, and a window's values are those around its tokens."""
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     T, reach = int(cu_seqlens[-1]), 3
     x = torch.arange(T, dtype=torch.float64)[:, None].expand(T, D) + 1

@@ -1,4 +1,4 @@
-"""The `gate` launches: each row of the table against the eager one in float64, and sums that span blocks."""
+"""The `gate` launches: each implementation against eager in float64, and sums that span blocks."""
 
 import math
 
@@ -27,7 +27,7 @@ def run(backend: str, activation: str, bound: float, *tensors: torch.Tensor) -> 
 @pytest.mark.parametrize("channels", [1, 24])
 @pytest.mark.parametrize("tokens", [50, BLOCK // 192 + 1])
 def test_gate(tokens: int, channels: int, activation: str, bound: float, backend: str, device: torch.device):
-    # So many heads that two measures of their parameters' errors agree, each of all 192 numbers: a single one is a sum
+    # Enough heads for two error measures to agree, each over all 192 numbers: a single one is a sum
     # over tokens, which may nearly cancel.
     heads = 192 // channels
     x, dg = (3 * torch.randn(tokens, heads, channels) for _ in range(2))
@@ -40,8 +40,8 @@ def test_gate(tokens: int, channels: int, activation: str, bound: float, backend
     error.require(*(error.judge(got, t, yard, name=name) for (name, got, t), yard in zip(results, yardstick)))
 
 
-def test_gates_that_hardly_decay(backend: str, device: torch.device):
-    """As layers start: u about -7, where a gate is as small as its exponential."""
+def test_slow_gates(backend: str, device: torch.device):
+    """Initial gates of layers: u is about -7, where a gate is as small as its exponential."""
     x, A_log = torch.randn(300, 4, 1) - 7, torch.randn(4)
     bias, dg = torch.zeros(4), torch.randn(300, 4, 1)
     got = run(backend, "softplus", 0.0, *(t.to(device) for t in (x, A_log, bias, dg)))
@@ -71,7 +71,7 @@ def test_narrow_inputs(dtype: torch.dtype, backend: str, device: torch.device):
 
 
 @pytest.mark.parametrize(("activation", "bound"), KINDS)
-def test_parameters_and_gradients_that_are_not_there(activation: str, bound: float, backend: str, device: torch.device):
+def test_absent_parameters_and_gradients(activation: str, bound: float, backend: str, device: torch.device):
     x, dg = torch.randn(9, 2, 24, device=device), torch.randn(9, 2, 24, device=device)
     zeros, stage = torch.zeros(2, device=device), table.kernel_module("gate", backend)
     given = run(backend, activation, bound, x, zeros, torch.zeros(48, device=device), dg)
@@ -88,7 +88,7 @@ def test_parameters_and_gradients_that_are_not_there(activation: str, bound: flo
 
 
 def test_limits(backend: str, device: torch.device):
-    """No floor; a reset's gradient is zero and makes no parameter's gradient infinite; NaN stays NaN."""
+    """No clamping. A reset's gradient is zero and makes no parameter's gradient infinite. NaN stays NaN."""
     x = torch.tensor([-torch.inf, -1e4, 1e4, torch.inf, torch.nan], device=device)[:, None, None]
     A_log, bias, stage = (
         torch.zeros(1, device=device),
@@ -109,8 +109,8 @@ def test_limits(backend: str, device: torch.device):
 
 
 @pytest.mark.parametrize("channels", [1, 24])
-def test_tokens_heads_and_channels_at_any_distance(channels: int, backend: str, device: torch.device):
-    """The same bits as from contiguous tensors, read and written between other numbers."""
+def test_any_strides(channels: int, backend: str, device: torch.device):
+    """Strided tensors give the same bits as contiguous ones, and numbers between elements are untouched."""
     x, dg = (torch.randn(9, 4, channels, device=device) for _ in range(2))
     A_log, dt_bias = torch.randn(4, device=device), torch.randn(4 * channels, device=device)
     plain = run(backend, "softplus", 0.0, x, A_log, dt_bias, dg)
@@ -146,7 +146,7 @@ def test_beta_sigmoid(dtype: torch.dtype, scale: float, backend: str, device: to
     error.require(*(error.judge(got, t, yard, name=name) for (name, got, t), yard in zip(results, yardstick)))
 
 
-def test_beta_at_any_distance_and_none(backend: str, device: torch.device):
+def test_beta_with_any_strides_and_empty(backend: str, device: torch.device):
     x, d = torch.randn(30, 4, device=device), torch.randn(30, 4, device=device)
     apart = torch.stack([x, x], 2)[:, :, 0], d.t().contiguous().t()
     for one, other in zip(run_beta(backend, 2.0, x, d), run_beta(backend, 2.0, *apart), strict=True):

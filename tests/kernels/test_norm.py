@@ -1,4 +1,4 @@
-"""The `norm` launches: each row of the table against the eager one in float64, rounding once, in any block."""
+"""The `norm` launches: each implementation against eager in float64, rounding once, in any block."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from wyfold.kernels.norm import RmsNormGradients, RmsNormOptions
 from wyfold.reference import error
 from wyfold.tile.rows.eager import BLOCK
 
-ROWS = (50, 300)  # enough for two measures of one error to agree
+ROWS = (50, 300)  # enough for two error measures to agree
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPTIONS = [RmsNormOptions(act, 1e-6, before, False) for act in ("swish", "sigmoid") for before in (True, False)]
 
@@ -73,8 +73,8 @@ def test_a_row_of_one_number(backend: str, device: torch.device):
     assert dx[0].item() == 0.25 * (1 - 0.75 * 0.75)
 
 
-def test_rows_and_columns_at_any_distance(backend: str, device: torch.device):
-    """The same bits as from contiguous rows, read and written between other numbers."""
+def test_any_strides(backend: str, device: torch.device):
+    """Strided rows give the same bits as contiguous ones, and numbers between elements are untouched."""
     x, z, dy = (torch.randn(9, 24, device=device) for _ in range(3))
     weight, stage = torch.randn(24, device=device), table.kernel_module("norm", backend)
 
@@ -101,7 +101,7 @@ def test_rows_and_columns_at_any_distance(backend: str, device: torch.device):
 
 
 @pytest.mark.parametrize("wanted", ["x", "z", "weight", "bias"])
-def test_only_what_is_wanted_is_written(wanted: str, backend: str, device: torch.device):
+def test_only_wanted_gradients_are_written(wanted: str, backend: str, device: torch.device):
     x, z, dy = (torch.randn(9, 24, device=device) for _ in range(3))
     weight, bias = torch.randn(24, device=device), torch.randn(24, device=device)
     shapes = {"x": x, "z": x, "weight": weight, "bias": bias}
@@ -112,7 +112,7 @@ def test_only_what_is_wanted_is_written(wanted: str, backend: str, device: torch
     assert torch.equal(getattr(one, wanted), getattr(every, wanted))
 
 
-def test_sums_are_added_to_and_no_row_adds_nothing(backend: str, device: torch.device):
+def test_sums_accumulate_and_no_rows_add_zero(backend: str, device: torch.device):
     x, weight = torch.randn(0, 24, device=device), torch.randn(24, device=device)
     dweight, dbias = torch.full((24,), 2.0, device=device), torch.full((24,), 3.0, device=device)
     out = RmsNormGradients(torch.empty_like(x), None, dweight, dbias)

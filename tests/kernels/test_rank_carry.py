@@ -1,4 +1,4 @@
-"""`rank_carry` and `rank_send`: states over the edges of ranks against the maps applied one by one, both ways."""
+"""`rank_carry` and `rank_send`: states across ranks against the maps applied one by one, forward and backward."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def normal(*size: int) -> torch.Tensor:
 
 
 def maps(*size: int) -> torch.Tensor:
-    """[.., K, K] that make nothing larger."""
+    """Random maps [.., K, K] that do not enlarge states."""
     return normal(*size) / size[-1] ** 0.5
 
 
@@ -26,7 +26,7 @@ def some(count: int, of: int) -> torch.Tensor:
 
 
 def run(backend: str, name: str, device: torch.device, *given: object, **flags: object) -> list[torch.Tensor]:
-    """What is in the states given after a call, in float64."""
+    """Call a launch; return its tensor arguments afterwards, in float64."""
     dtype = torch.float64 if backend == "eager" else torch.float32
 
     def there(x: torch.Tensor) -> torch.Tensor:
@@ -34,7 +34,7 @@ def run(backend: str, name: str, device: torch.device, *given: object, **flags: 
 
     moved = []
     for x in given:
-        if isinstance(x, StateRows):  # V-first in memory, as borders are
+        if isinstance(x, StateRows):  # V-first in memory, like borders
             x = StateRows(there(x.states).mT.contiguous().mT, there(x.rows))
         moved.append(there(x) if isinstance(x, torch.Tensor) else x)
     if backend != "eager":
@@ -50,7 +50,7 @@ def close(found: torch.Tensor, truth: torch.Tensor, backend: str) -> bool:
 @pytest.mark.parametrize("tailed", [False, True])
 @pytest.mark.parametrize("back", [False, True], ids=["forward", "back"])
 @pytest.mark.parametrize("K, V", WIDTHS)
-def test_along_routes(K: int, V: int, back: bool, tailed: bool, backend: str, device: torch.device):
+def test_rank_carry(K: int, V: int, back: bool, tailed: bool, backend: str, device: torch.device):
     """Every rank of a zigzag partition with B rows. The map of a sequence's first piece must not be read."""
     B, world, tokens = 2, 3, 60
     partition = partition_sequences([0, 7, 25, tokens], tokens, owned_ranges("zigzag", tokens, world))
@@ -93,7 +93,7 @@ def test_along_routes(K: int, V: int, back: bool, tailed: bool, backend: str, de
 @pytest.mark.parametrize("tailed", [False, True])
 @pytest.mark.parametrize("beside", [False, True], ids=["state", "state and map"])
 @pytest.mark.parametrize("K, V", WIDTHS)
-def test_what_leaves(K: int, V: int, beside: bool, tailed: bool, backend: str, device: torch.device):
+def test_rank_send(K: int, V: int, beside: bool, tailed: bool, backend: str, device: torch.device):
     columns, n = V + K * beside, 3
     borders = StateRows(normal(5, HV, K, columns), some(n, 5))
     tails = torch.cat([normal(n, HV, K, V), maps(n, HV, K, K)], -1) if tailed else None

@@ -1,4 +1,4 @@
-"""`scan`: states and outputs of a part against the token loop, and what leaves each chunk."""
+"""`scan`: states and outputs of a part, and the state leaving each chunk, against the token loop."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_a_part(rule: str, backend: str, float64_bounds):
     assert torch.equal(ST[1], S0[1])
 
 
-def test_nothing_but_the_part_is_written(backend: str):
+def test_only_the_part_is_written(backend: str):
     a = inputs.draw("random", "kda", Shape(1, T, 2, HV, K, V), state="normal", sequences=4, dtype=F64)
     grid = packed_table(torch.tensor(LENGTHS), C)
     tiles = tiles_of(a, grid)

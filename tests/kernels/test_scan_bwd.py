@@ -1,4 +1,5 @@
-"""`scan_bwd`: states entering each chunk and gradients of those leaving it, against autograd of a chain of chunks."""
+"""`scan_bwd`: states entering each chunk and gradients of the states leaving it, against autograd over a chain of
+chunks."""
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def test_borders(rule: str, backend: str, float64_bounds):
     do, dST = to_chunks(torch.randn(1, T, HV, V, dtype=F64), grid, HV, F64), torch.randn(1, HV, K, V, dtype=F64)
     borders, dS0 = table.kernel_module("scan_bwd", backend).scan_bwd(tiles, factors, do, a["initial_state"], dST, grid)
 
-    # The chain, chunk by chunk, in plain operations; y is a leaf of each chunk through an added zero.
+    # The chain, chunk by chunk, in plain operations. An added zero per chunk receives the gradient of y.
     S = a["initial_state"][0].clone().requires_grad_()
     first, entering, leaving, zeros, residuals, loss = S, [], [], [], [], 0
     for c in range(len(grid.columns)):
@@ -51,7 +52,7 @@ def test_borders(rule: str, backend: str, float64_bounds):
     float64_bounds.gradient("dS0", dS0[0], first.grad)
 
 
-def test_the_callers_states_stay_as_they_are(backend: str):
+def test_inputs_are_unchanged(backend: str):
     a = inputs.draw("random", "kda", Shape(2, T, HV, HV, K, V), state="normal", dtype=F64)
     grid = dense_table(2, T, C)
     q, k, v, g = (to_chunks(a[name], grid, HV, F64) for name in ("q", "k", "v", "g"))

@@ -1,4 +1,4 @@
-"""`segment_fold`: states at the borders of segments against the maps applied one by one, both ways."""
+"""`segment_fold`: states at the borders of segments against the maps applied one by one, forward and backward."""
 
 import itertools
 
@@ -25,7 +25,7 @@ def drawn(
 
 
 def folded(S: torch.Tensor, M: torch.Tensor, segments: Segments, back: bool) -> torch.Tensor:
-    """In float64; spare borders as they were."""
+    """Fold in float64; spare borders are unchanged."""
     S, M, r = S.double(), M.double(), 0
     for count in segments.first.diff().tolist():
         for i in range(1, count - 1):
@@ -39,7 +39,7 @@ def folded(S: torch.Tensor, M: torch.Tensor, segments: Segments, back: bool) -> 
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["forward", "back"])
-def test_one_border_after_another(back: bool, float64_bounds):
+def test_eager_fold(back: bool, float64_bounds):
     S, M, segments = drawn(8, 16, torch.float64, torch.device("cpu"))
     truth = folded(S.clone(), M, segments, back)
     table.kernel_module("segment_fold", "eager").segment_fold(S, M, segments, back=back)
@@ -49,7 +49,7 @@ def test_one_border_after_another(back: bool, float64_bounds):
 @pytest.mark.parametrize("back", [False, True], ids=["forward", "back"])
 @pytest.mark.parametrize("K, V", [(8, 24), (64, 16), (40, 8)])
 def test_the_kernel(K: int, V: int, back: bool, device: torch.device):
-    """States V-first and maps transposed, as the summaries write them; float32 all the way, to the last bits."""
+    """States V-first and maps transposed, as `segment_summary` writes them; float32 throughout."""
     S, M, segments = drawn(K, V, torch.float32, device)
     truth = folded(S.clone(), M, segments, back)
     S, M = S.mT.contiguous().mT, M.mT.contiguous().mT
@@ -59,8 +59,11 @@ def test_the_kernel(K: int, V: int, back: bool, device: torch.device):
 
 @pytest.mark.parametrize("back", [False, True], ids=["forward", "back"])
 @pytest.mark.parametrize("other", [None, 1, 8, 9, 10, 15], ids=lambda r: f"not {r}")
-def test_maps_that_are_zeros(back: bool, other: int | None, device: torch.device):
-    """Of one sequence all are, or all but one: then nothing is done, or all of it, wherever a state is not finite."""
+def test_zero_maps(back: bool, other: int | None, device: torch.device):
+    """All maps of one sequence are zeros, or all but one.
+
+    Then the fold is skipped, or computed completely, also with a non-finite state at any border.
+    """
     S, M, segments = drawn(8, 8, torch.float32, device, most=17)
     start = int(segments.first[4]) - 4
     assert int(segments.first[5]) - 5 - start == 16, "borders of the longest sequence"
@@ -80,5 +83,5 @@ def test_maps_that_are_zeros(back: bool, other: int | None, device: torch.device
         assert torch.equal(got.isnan(), truth.isnan()), lost
         assert (got.double() - truth).nan_to_num().norm() <= 1e-6 * truth.nan_to_num().norm(), lost
         if lost is None:
-            # A zero that something was added to is no longer a negative one.
+            # A negative zero survives only if nothing was added to it.
             assert bool(torch.signbit(got[start + 5, 0, 2, 3])) == (other is None)

@@ -1,4 +1,4 @@
-"""The `segment_grid` launch: every sequence cut by its own length, the kernel as PyTorch's operators have it."""
+"""The `segment_grid` launch against PyTorch operators: every sequence is cut by its own length."""
 
 import itertools
 
@@ -13,13 +13,13 @@ CUTS = (Cut(1, 2), Cut(1, 16), Cut(2, 3), Cut(3, 64))
 LENGTHS = {
     "ragged": (0, 17, 1, 300, 0, 64, 63, 65, 128, 0),
     "more than a step holds": tuple(range(0, 120, 2)) + (500,),
-    "nobody long": (5, 1),
-    "nobody": (),
+    "none long": (5, 1),
+    "no sequence": (),
 }
 
 
-def place(grid: chunk_layout.ChunkGrid, cut: Cut) -> list[tuple[int, int, int]]:
-    """(sequence, first token of the buffer, first chunk) of each segment, counted out."""
+def expected_segments(grid: chunk_layout.ChunkGrid, cut: Cut) -> list[tuple[int, int, int]]:
+    """(sequence, first token in the buffer, first chunk) of each segment, by counting."""
     C = grid.chunk_size
     begins = [n * grid.tokens for n in range(grid.sequences + 1)] if grid.cu is None else grid.cu.tolist()
     found, chunk = [], 0
@@ -33,14 +33,15 @@ def place(grid: chunk_layout.ChunkGrid, cut: Cut) -> list[tuple[int, int, int]]:
 
 
 def borders(found: chunk_layout.Segments) -> tuple[list[int], list[int]]:
-    """Segments that others of their sequences follow, and sequences that are cut, by the segments' own sequences."""
+    """Segments followed by another segment of their sequence, and sequences that are cut, from the segments'
+    sequences."""
     numbers = found.sequence.tolist()
     goes_on = [i for i, (n, behind) in enumerate(itertools.pairwise(numbers)) if n == behind < found.sequences]
     return goes_on, sorted({numbers[i] for i in goes_on})
 
 
 def check_borders(found: chunk_layout.Segments) -> None:
-    """What no sequence needs is none of them, neither the segment before such a border nor the one behind."""
+    """Unused borders name no segment in front of a border or behind it."""
     goes_on, divided = borders(found)
     leading, spare = found.leading[: len(goes_on)].tolist(), found.leading[len(goes_on) :].tolist()
     assert leading == goes_on and len(found.leading) == found.borders
@@ -56,7 +57,7 @@ def test_a_packed_batch(packing: str, cut: Cut):
     cu = torch.tensor([0, *itertools.accumulate(lengths)])
     grid = chunk_layout.chunk_grid(1, sum(lengths) + 13, 16, cu)
     found = chunk_layout.segment_grid(grid, cut, cu.device)
-    truth, count = place(grid, cut), found.grid.sequences
+    truth, count = expected_segments(grid, cut), found.grid.sequences
     used = len(truth)
     assert used <= count == len(lengths) + found.borders
     rows = zip(found.sequence.tolist(), found.grid.cu.tolist(), found.grid.first.tolist())
@@ -67,8 +68,8 @@ def test_a_packed_batch(packing: str, cut: Cut):
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_as_many_sequences_are_cut_as_a_buffer_has_room_for(cut: Cut):
-    """Every one of them as short as it may be: no place is left over, and none is wanting."""
+def test_the_largest_number_of_cut_sequences(cut: Cut):
+    """All sequences have the least length that is cut, so every entry of the tables is used."""
     shortest = (4 * cut.chunks - 1) * 16 + 1
     cu = torch.arange(0, 6 * shortest, shortest)
     found = chunk_layout.segment_grid(chunk_layout.chunk_grid(1, int(cu[-1]), 16, cu), cut, cu.device)
@@ -78,11 +79,11 @@ def test_as_many_sequences_are_cut_as_a_buffer_has_room_for(cut: Cut):
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 301])
-def test_a_dense_batch_has_no_segment_too_many(tokens: int, cut: Cut):
+def test_a_dense_batch_has_no_spare_segment(tokens: int, cut: Cut):
     grid = chunk_layout.chunk_grid(3, tokens, 16, None)
     found = chunk_layout.segment_grid(grid, cut, torch.device("cpu"))
     rows = zip(found.sequence.tolist(), found.grid.cu.tolist(), found.grid.first.tolist())
-    assert list(rows) == place(grid, cut)
+    assert list(rows) == expected_segments(grid, cut)
     assert (found.grid.tokens, found.grid.chunks) == (3 * tokens, grid.chunks)
     assert found.expected == found.grid.sequences
     check_borders(found)
@@ -90,7 +91,7 @@ def test_a_dense_batch_has_no_segment_too_many(tokens: int, cut: Cut):
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("packing", [*LENGTHS, None])
-def test_the_kernel_finds_the_same(packing: str | None, cut: Cut, device: torch.device):
+def test_the_kernel_equals_eager(packing: str | None, cut: Cut, device: torch.device):
     if packing is None:
         grid = chunk_layout.chunk_grid(3, 301, 16, None)
     else:

@@ -1,4 +1,4 @@
-"""`segment_summary`: a segment as an affine map of its entering state, against the token loop run through it."""
+"""`segment_summary`: a segment as an affine map of its entering state, against the token loop."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def loop(rule: str, a: dict, S0: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def test_a_map_stands_for_its_tokens(rule: str, float64_bounds):
-    """H from the given state, and any other state by M: S -> M S + H."""
+    """The leaving state is H from the given state, and M S + H from any other state S."""
     a, tiles, grid, factors = drawn(rule)
     S0, other = a["initial_state"], torch.randn(4, HV, K, V, dtype=F64)
     identity = torch.eye(K, dtype=F64).expand(4, HV, K, K)
@@ -52,7 +52,7 @@ def test_a_map_stands_for_its_tokens(rule: str, float64_bounds):
 
 
 def test_the_gradient_that_enters(rule: str, float64_bounds):
-    """c with a given gradient of the leaving state, and any other one by M^T."""
+    """The entering gradient is c with the given leaving gradient; any other one is added through M^T."""
     a, tiles, grid, factors = drawn(rule)
     S0 = a["initial_state"].requires_grad_()
     o, ST = loop(rule, a, S0)

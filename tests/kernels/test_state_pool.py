@@ -1,4 +1,4 @@
-"""`enter` and `leave`: states out of a pool and back, each row of the table against PyTorch's own indexing."""
+"""`enter` and `leave`: states copied out of a pool and back, each implementation against PyTorch's indexing."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def on(device: torch.device, *numbers: int, dtype: torch.dtype = torch.int32) ->
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
-def test_there_and_back(stored: torch.dtype, backend: str, device):
+def test_enter_and_leave(stored: torch.dtype, backend: str, device):
     pool = torch.randn(9, HV, 24, 40).to(device, stored)
     before, rows = pool.clone(), [7, -1, 0, 9, 3]
     given = on(device, 1, 1, 0, 1, 1, dtype=torch.bool)
@@ -28,15 +28,18 @@ def test_there_and_back(stored: torch.dtype, backend: str, device):
     o = torch.ones(N, 3, HV, 8, device=device)
     left = torch.randn_like(states)
     stage.leave(left, slots, pool, ChunkGrid(64, N, 3, N, N), o)
-    assert torch.equal(pool[[1, 0]], left[[0, 2]].to(stored))  # row 4 goes nowhere
+    assert torch.equal(pool[[1, 0]], left[[0, 2]].to(stored))  # row 4 has no target slot
     assert torch.equal(pool[2:], before[2:])
     assert not o[[1, 3]].any() and (o[[0, 2, 4]] == 1).all()
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("many", [1, 300], ids=["few", "many"])
-def test_states_between(many: int, stored: torch.dtype, backend: str, device):
-    """By hand: each reached row of a sequence that was not skipped, in its slot; rows that nobody reached hold NaN."""
+def test_intermediate_states(many: int, stored: torch.dtype, backend: str, device):
+    """Each used row of a sequence that was not skipped goes to its slot, against indexing by hand.
+
+    Unused rows hold NaN.
+    """
     lengths = [130, 0, 64, 63, 200] + [1] * (many - 1) + [64]
     N, T, every, sizes = len(lengths), sum(lengths) + 70, 64, (HV, 24, 40)
     source = list(range(N))
@@ -49,7 +52,7 @@ def test_states_between(many: int, stored: torch.dtype, backend: str, device):
     states[:7] = torch.randn(7, *sizes).to(device)
     kept = torch.randn(9, *sizes).to(device, stored)
     expected = kept.clone()
-    # Rows: two of sequence 0, one skipped, three of sequence 4, the last one's.
+    # Rows: two of sequence 0, a skipped one, three of sequence 4, and one of the last sequence.
     where = [4, -1, 5, 0, 9, 7, 2, *[8] * (T // every - 7)]
     for row in (0, 3, 5, 6):
         expected[where[row]] = states[row].to(stored)
@@ -57,8 +60,8 @@ def test_states_between(many: int, stored: torch.dtype, backend: str, device):
     assert torch.equal(kept, expected)
 
 
-def test_states_between_of_a_dense_batch(backend: str, device):
-    """Two for each row; without a source, row n enters from slot n, and the last one's is none."""
+def test_intermediate_states_of_a_dense_batch(backend: str, device):
+    """Two states per row. Without a source, row n enters from slot n, which the last row lacks."""
     pool, kept = torch.randn(2, HV, 8, 8).to(device), torch.randn(6, HV, 8, 8).to(device)
     grid = table.kernel_module("chunk_grid", backend).chunk_grid(3, 130, 64, None, 64)
     states, expected = torch.randn(6, HV, 8, 8).to(device), kept.clone()
@@ -68,7 +71,7 @@ def test_states_between_of_a_dense_batch(backend: str, device):
     assert torch.equal(kept, expected)
 
 
-def test_nobody_leaves_a_state_between(backend: str, device):
+def test_no_sequence_has_intermediate_states(backend: str, device):
     pool, kept = torch.randn(2, HV, 8, 8).to(device), torch.zeros(2, HV, 8, 8, device=device)
     grid = table.kernel_module("chunk_grid", backend).chunk_grid(1, 64, 64, on(device, 0), 64)
     stage, slots = table.kernel_module("state_pool", backend), Slots(pool, pool, on(device)[:, None])
@@ -77,7 +80,7 @@ def test_nobody_leaves_a_state_between(backend: str, device):
 
 
 def test_drafts_and_packed_rows(backend: str, device):
-    """A sequence enters from the column its accepted tokens say; what is cleared are a skipped one's own tokens."""
+    """A sequence enters from the column of its accepted tokens; only a skipped sequence's own tokens are cleared."""
     pool = torch.randn(9, HV, 8, 8).to(device)
     columns = on(device, *range(8), -1, 8).view(N, 2)
     slots = Slots(pool, pool, columns, accepted=on(device, 0, 1, 2, 7, 1))

@@ -1,4 +1,4 @@
-"""Activations: against PyTorch's in float64, and bits that depend on a number alone."""
+"""Activations against PyTorch's in float64; bits depend on the number alone."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_limits(name: str, dtype: torch.dtype):
     ours, truth = TRUTH[name]
     x = torch.tensor([-torch.inf, -1e4, 0.0, 1e4, torch.inf, torch.nan], dtype=dtype)
     if name == "silu":
-        x = x[1:]  # -inf * 0 is no number, here and in PyTorch
+        x = x[1:]  # -inf * 0 is NaN, here and in PyTorch
     got = ours(x)
     assert torch.equal(got.isnan(), x.isnan())
     assert torch.equal(got[~x.isnan()], truth(x[~x.isnan()]))
@@ -46,7 +46,7 @@ def test_adjoint(name: str, float64_bounds):
 
 @pytest.mark.parametrize("name", [*TRUTH, "sigmoid_bwd", "silu_bwd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_number_does_not_depend_on_its_place(name: str, dtype: torch.dtype, threads: int):
+def test_bits_do_not_depend_on_position(name: str, dtype: torch.dtype, threads: int):
     x = 5 * torch.randn(70_001, dtype=dtype)
     dy = torch.randn(70_001, dtype=dtype)
     adjoint = {"sigmoid_bwd": sigmoid_bwd, "silu_bwd": silu_bwd}.get(name)

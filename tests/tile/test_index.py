@@ -1,4 +1,4 @@
-"""Tokens to tiles and back: every token once, padding zero whatever lies around, any strides, groups in order."""
+"""Tokens to tiles and back: every token once, padding zero, any strides, heads of a group summed in order."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ lengths_ = st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any)
 
 
 def table_of(lengths: list[int]):
-    """A packed table, and the [B, T] its tokens have."""
+    """A packed table of these lengths, and [B, T] of its tokens."""
     return packed_table(torch.tensor(lengths), 16), (1, sum(lengths))
 
 

@@ -1,4 +1,4 @@
-"""Norms of rows: against autograd, and bits that depend on a row alone."""
+"""Norms of rows against autograd; bits depend on the row alone."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Blocks of rows cover everything once, and a block is brought into the one layout in which sums are taken."""
+"""Blocks of rows cover every row once, and sums are taken in one layout."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def test_widest():
     assert widest(half, None, double) == torch.float64
 
 
-def test_sums_over_rows_do_not_depend_on_how_they_lie():
+def test_sums_over_rows_do_not_depend_on_layout():
     x = torch.randn(100, 130)
     layouts = (x.t().contiguous().t(), torch.randn(100, 260)[:, ::2].copy_(x), torch.randn(101, 131)[1:, 1:].copy_(x))
     for strided in layouts:

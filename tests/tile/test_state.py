@@ -1,4 +1,4 @@
-"""The state's steps: folded = plain = textbook, the affine summary, segments folded both ways, the adjoint's forms."""
+"""Steps of the state: folded, plain and textbook forms, affine summaries, segment folds both ways, and adjoints."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ N, K, V = 2, 8, 6
 
 
 class Chunk:
-    """Random inputs of one chunk, unit keys, and the factors of every form."""
+    """Random inputs of one chunk with unit keys, and the factors of every form."""
 
     def __init__(self, kind: str, C: int):
         self.q, k = torch.randn(2, N, C, K, dtype=torch.float64)
@@ -32,7 +32,7 @@ class Chunk:
         return S.clone() if self.across is None else self.across * S
 
     def folded(self, S: Tensor, v: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """o / scale, and the state leaving, by the tile functions."""
+        """o / scale and the leaving state, by the tile functions."""
         v = self.v if v is None else v
         y = self.beta * residual(S, self.k_in, v)
         out, S = torch.empty_like(v), S.clone()
@@ -61,7 +61,10 @@ def test_folded_is_plain_is_textbook(chunk: Chunk, S0: Tensor, float64_bounds):
 
 
 def test_the_affine_summary(chunk: Chunk, S0: Tensor, float64_bounds):
-    """S1 = M S0 + H, and [H | M] is the same step on K more value columns: v = 0 there, started from [0 | I]."""
+    """S1 = M S0 + H.
+
+    [H | M] is the same step on K more value columns, with v = 0 there, from [0 | I].
+    """
     eye = torch.eye(K, dtype=torch.float64).expand(N, K, K)
     M = chunk.decayed(eye) - chunk.E.mT @ (chunk.beta * chunk.k_in)
     H = chunk.E.mT @ (chunk.beta * chunk.v)
@@ -94,7 +97,7 @@ def test_segments_fold_forward_and_back(S0: Tensor, float64_bounds):
 
 
 def test_the_adjoint_of_a_chunk(chunk: Chunk, S0: Tensor, float64_bounds):
-    """X = F^T do + E dS1, dS0 by `retreat_`, dL = -stril(X N^T) = the sandwich A^T dA A^T, and three forms of dbeta."""
+    """X = F^T do + E dS1, dS0 by `retreat_`, dL = -stril(X N^T) = A^T dA A^T, and three forms of dbeta."""
     do, dS1 = torch.randn_like(chunk.v), torch.randn_like(S0)
     leaves = [x.detach().requires_grad_() for x in (S0, chunk.v, chunk.beta, chunk.J)]
     S, v, beta, J = leaves
@@ -129,7 +132,7 @@ def test_the_adjoint_of_a_chunk(chunk: Chunk, S0: Tensor, float64_bounds):
 
 @pytest.mark.parametrize("C", [16, 32, 64])
 def test_the_gate_free_solve(C: int, float64_bounds):
-    """A0 * dec = A: with a scalar gate the solve needs no exponential, where beta |k|^2 <= 2 without its help."""
+    """A0 * dec = A: with a scalar gate the solve needs no exponential, for beta |k|^2 <= 2 without the gate."""
     chunk = Chunk("scalar", C)
     free = inverse((chunk.beta * (chunk.k @ chunk.k.mT)).tril(-1))
     dec = torch.exp((chunk.G - chunk.G.mT).clamp(max=0)).tril()

@@ -1,4 +1,4 @@
-"""A filter slid over tokens: value, adjoint, and bits that depend on a token's own window alone."""
+"""A filter over tokens: value, adjoint, and bits that depend only on a token's window."""
 
 import pytest
 import torch
