@@ -34,13 +34,13 @@ Decision = TypeVar("Decision")
 
 
 class RankSizes(NamedTuple):
-    """Sizes of a rank's shard; with them the checks of a call, and its plan, need no other part of a context.
+    """Sizes of a rank's shard, from which a call is checked and planned.
 
     Attributes:
         tokens: Tokens of the shard.
         pieces: Pieces of the shard.
         starts: Sequences that begin in the shard.
-        leaving, entering: Most pieces of a rank that send in the forward, and in the backward.
+        leaving, entering: Maximum over ranks of the pieces that send in the forward, and in the backward.
         dense: Whether the batch is dense, without boundaries.
     """
 

@@ -90,7 +90,7 @@ class _Halo:
         return x.new_zeros(*counts, self.D, self.width, dtype=self.dtype)
 
     def own_inputs(self, piece: Piece) -> int:
-        """Number of the latest `width` inputs at the end of a piece that lie in the piece itself."""
+        """Number of inputs of the piece among the latest `width` inputs at its end."""
         return min(piece.length, self.width)
 
     def entering(self, x: Tensor, initial_state: Tensor | None) -> Tensor:
@@ -133,7 +133,7 @@ class _Halo:
         return self.context.all_gather(after(send_buffer, dentering))
 
     def add_received(self, gathered: Tensor, dentering: Tensor, dx: Tensor | None) -> Tensor:
-        """Add the gradients that other ranks gathered for this rank's inputs.
+        """Add the gathered gradients of halos to the gradients of this rank's inputs and initial states.
 
         Args:
             gathered: Result of `gather_gradients`.
