@@ -5,6 +5,7 @@ Plots are computed by the operators in float64 on the CPU. The accuracy and perf
 resolve on the site.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Callable
@@ -297,8 +298,10 @@ def build() -> None:
         pages[name] = site_links((ROOT / f"{name.upper()}.md").read_text(encoding="utf-8"))
     for name, text in pages.items():
         (OUT / f"{name}.md").write_text(text, encoding="utf-8")
-    results = ["report", str(DOCS / "results"), "--out", str(OUT / "results.html"), "--title", "Wyfold: stored results"]
-    if code := main(results):
+    with contextlib.chdir(ROOT):  # the report shows paths as they are given
+        target = str(OUT.relative_to(ROOT) / "results.html")
+        code = main(["report", "docs/results", "--out", target, "--title", "Wyfold: stored results"])
+    if code:
         raise SystemExit(code)
 
 
