@@ -148,9 +148,9 @@ def test_damaged_checkpoints_are_set_aside_and_none_is_removed(tmp_path):
         save(tmp_path, step)
     (tmp_path / "step-00000002" / RECORD).write_text("{}")
     (tmp_path / "step-00000002.damaged").mkdir()
-    assert [path.name for path in checkpoint.set_aside_damaged(tmp_path)] == ["step-00000002.damaged1"]
+    assert [path.name for path in checkpoint.rename_damaged(tmp_path)] == ["step-00000002.damaged1"]
     assert integrity.newest(tmp_path).name == "step-00000001"
-    assert checkpoint.set_aside_damaged(tmp_path) == []
+    assert checkpoint.rename_damaged(tmp_path) == []
 
 
 def test_folders_that_are_not_ours_are_left_alone(tmp_path):

@@ -36,8 +36,8 @@ def test_the_overview_names_every_verb(capsys):
         (["train", "--steps", "3", "--minutes", "1"], "not allowed with argument --steps"),
         (["train", "--minutes", "nan"], "--minutes: must be a number above 0, got 'nan'"),
         (["train", "--held-out", "1"], "--held-out: must be a number above 0 and below 1, got '1'"),
-        (["train", "--device", "warp9"], "wyfold train: argument --device: 'warp9' is no device of this machine: "),
-        (["train", "--device", "meta"], "wyfold train: argument --device: 'meta' is no device of this machine: "),
+        (["train", "--device", "warp9"], "wyfold train: argument --device: 'warp9' is not a device of this machine: "),
+        (["train", "--device", "meta"], "wyfold train: argument --device: 'meta' is not a device of this machine: "),
         (["train", "--backend", "cuda"], "wyfold train: argument --backend: invalid choice: 'cuda'"),
         (["train", "--data", "/nowhere/at/all"], "wyfold train: --data /nowhere/at/all: no such file or folder"),
         (["train", "--data", "/dev/null"], "wyfold train: --data /dev/null: is neither a file nor a folder"),
@@ -66,13 +66,13 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(words, expected, capsy
         (
             RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
             1,
-            "wyfold generate: not enough memory for what was asked: [enforce fail] DefaultCPUAllocator: can't allocate "
+            "wyfold generate: not enough memory: [enforce fail] DefaultCPUAllocator: can't allocate "
             "memory: you tried to allocate 9 bytes.",
         ),
         (
             torch.OutOfMemoryError("CUDA out of memory."),
             1,
-            "wyfold generate: not enough memory for what was asked: CUDA out of memory.",
+            "wyfold generate: not enough memory: CUDA out of memory.",
         ),
         (KeyboardInterrupt(), 130, "wyfold generate: interrupted"),
         (

@@ -48,7 +48,7 @@ def test_each_number_of_ranks_has_its_row(tmp_path: Path, capsys):
     need_plotly()
     page = tmp_path / "page.html"
     assert main(["report", str(file), "--out", str(page)]) == 0
-    assert "times as fast as ours on one rank" in page.read_text()
+    assert "speed relative to Wyfold on one rank" in page.read_text()
 
 
 @pytest.fixture
@@ -148,8 +148,8 @@ def test_ranks_that_nobody_started_are_refused(capsys):
 @pytest.mark.parametrize(
     "words, refusal",
     [
-        (["solve"], "OP: over several processes there are delta_rule, gdn, kda, ttt, got solve"),
-        (["gdn", "--cold"], "--cold, --also and --mode graph are of one process"),
+        (["solve"], "OP: several processes run delta_rule, gdn, kda, ttt, got solve"),
+        (["gdn", "--cold"], "--cold, --also and --mode graph need a single process"),
     ],
 )
 def test_what_is_of_one_process_is_refused(words: list[str], refusal: str, monkeypatch, capsys):

@@ -76,7 +76,7 @@ def test_what_did_not_run_is_no_pass(promised, why, monkeypatch):
 def test_a_row_without_a_subject_was_not_run():
     record = run_check(34, Scope())
     assert (record.outcome, record.cases) == (NOT_RUN, 0)
-    assert "not in this version" in record.note
+    assert "no check of this number" in record.note
 
 
 def test_every_row_due_on_the_cpu_is_there():

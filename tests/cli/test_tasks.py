@@ -145,7 +145,7 @@ def test_a_run_begun_under_another_default_is_resumed_with_its_own_settings(tmp_
         assert f"--curriculum is {other} here, but the run in {tmp_path} was started with 3: leave it out" in said
     assert train(tmp_path, "mqar", words) == 0
     said = capsys.readouterr().out
-    assert f"{tmp_path}: as this run was begun, --curriculum 3\n" in said and "continuing" in said
+    assert f"{tmp_path}: options of this run are kept: --curriculum 3\n" in said and "continuing" in said
     assert result(tmp_path)["recipe"]["curriculum"] == 3
     assert train(tmp_path, "mqar", f"{words} --curriculum 3") == 0
 
@@ -157,12 +157,12 @@ def test_what_is_left_out_is_what_the_run_was_begun_with(tmp_path, monkeypatch, 
     capsys.readouterr()
     assert main(["train", "--out", str(tmp_path / "parts"), "--resume"]) == 0
     said = capsys.readouterr().out
-    assert "as this run was begun" in said
+    assert "options of this run are kept" in said
     assert all(word in said for word in ("--neg-eigval", "--seed 7", "--lr 0.01", "--clip 2", "--eval-lengths 40 48"))
     assert result(tmp_path / "parts")["recipe"] == result(tmp_path / "whole")["recipe"]
     assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
     assert main(["train", "--task", "parity", "--out", str(tmp_path / "parts")]) == 0
-    assert "already finished, at step 3; another --out begins a new one" in capsys.readouterr().out
+    assert "already finished, at step 3; another --out starts a new run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

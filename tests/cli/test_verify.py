@@ -107,7 +107,7 @@ def test_a_row_decides_the_exit_code_and_keeps_its_record(holds, code, monkeypat
     (row,) = json.loads(file.read_text())["rows"]
     assert (row["row"], row["pass"], row["target"]) == (12, holds, "0 bits")
     said = capsys.readouterr().out
-    assert ("row 12 broken: broke here" in said) is not holds
+    assert ("check 12 failed: broke here" in said) is not holds
 
 
 def test_an_unknown_tier_is_refused(capsys):
@@ -181,13 +181,13 @@ def test_what_a_device_lacks_is_asked_of_the_device():
 def test_a_device_that_is_not_there_is_refused(capsys):
     assert main(["verify", "--device", "cuda:99"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("wyfold verify: argument --device: 'cuda:99' is no device of this machine: ")
+    assert said.startswith("wyfold verify: argument --device: 'cuda:99' is not a device of this machine: ")
     assert said.count("\n") == 1
 
 
 def test_rows_of_the_scorecard_stay_on_the_cpu(capsys):
     assert main(["verify", "--device", "cuda", "--row", "12"]) == 2
-    assert "rows of the scorecard run on the CPU alone" in capsys.readouterr().err
+    assert "checks of the scorecard run on the CPU only" in capsys.readouterr().err
 
 
 def test_on_a_card(tmp_path):

@@ -39,8 +39,8 @@ def test_the_bound_reaches_the_layer_the_recipe_and_the_command(bounded: Path):
 
 def test_a_run_is_continued_with_its_bound_and_with_no_other(bounded: Path, capsys):
     assert train(bounded, "--layers kda --steps 1") == 0
-    assert "as this run was begun, --layers kda" not in (said := capsys.readouterr().out)
-    assert "as this run was begun, --kda-lower-bound -5.0" in said and "already finished" in said
+    assert "options of this run are kept: --layers kda" not in (said := capsys.readouterr().out)
+    assert "options of this run are kept: --kda-lower-bound -5.0" in said and "already finished" in said
     assert train(bounded, "--layers kda --kda-lower-bound -4 --steps 1") == 2
     assert f"--kda-lower-bound is -4.0 here, but the run in {bounded} was started with -5.0" in capsys.readouterr().err
 

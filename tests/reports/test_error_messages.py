@@ -24,10 +24,10 @@ class Mute(OSError):
 
 
 ENDINGS = [
-    (MemoryError(), 1, "not enough memory for what was asked"),
-    (torch.OutOfMemoryError(), 1, "not enough memory for what was asked"),
-    (MemoryError("\n\n"), 1, "not enough memory for what was asked"),
-    (MemoryError("first\nsecond"), 1, "not enough memory for what was asked: first second"),
+    (MemoryError(), 1, "not enough memory"),
+    (torch.OutOfMemoryError(), 1, "not enough memory"),
+    (MemoryError("\n\n"), 1, "not enough memory"),
+    (MemoryError("first\nsecond"), 1, "not enough memory: first second"),
     (OSError(), 1, "OSError"),
     (PermissionError(13, "Permission denied", "a\nb\x1b[2J\ud800"), 1, None),
     (Mute(), 1, "Mute"),

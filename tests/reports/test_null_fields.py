@@ -160,3 +160,14 @@ def test_cells_of_a_table_show_control_characters(capsys, monkeypatch):
         results.show("table", ("name",), [[f"a{ESCAPES}"], ["b\tc\nd"]])
         shown = capsys.readouterr().out
         assert r"a\x1b]0;pwned\x07\x1b[2J" in shown and r"b\tc\nd" in shown
+
+
+def test_a_table_wider_than_the_terminal_becomes_lines(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    results.show(
+        "table", ("op", "mode", "ms", "peak MiB"), [["gdn", "fwd", "1.5", "a " * 20], ["kda", "", "2", ""]], labels=2
+    )
+    title, first, *details, last, number = capsys.readouterr().out.strip().split("\n")
+    assert (title, first, last, number.strip()) == ("table", "gdn, fwd", "kda", "ms 2")
+    assert details[0].startswith("    ms 1.5; peak MiB a a") and max(map(len, details)) <= 40

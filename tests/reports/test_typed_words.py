@@ -248,7 +248,7 @@ def test_a_shape_that_an_operator_refuses_is_one_line_before_any_work(words: str
 
 def test_a_row_that_the_scorecard_lacks_is_refused(capsys):
     assert main(["verify", "--row", "99"]) == 2
-    assert "--row 99: the scorecard has no row of that number; there are 1, 2, 5" in capsys.readouterr().err
+    assert "--row 99: the scorecard has no check of this number; there are 1, 2, 5" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -28,15 +28,15 @@ __all__ = ["Failure", "UsageError", "described", "main", "out_of_memory", "print
 DONE, FAILED, USAGE, INTERRUPTED, CLOSED_PIPE = 0, 1, 2, 130, 141
 
 VERBS = {
-    "doctor": "what this machine has, and which backend serves each operator",
-    "demo": "train a small hybrid byte model on the standard library's prose, sample from it, check its decoding",
-    "train": "train a byte model on text files, or a model of a known task, with resumable checkpoints",
-    "tasks": "train every layer on every known task: one table",
+    "doctor": "show hardware, versions, and the backend of each operator",
+    "demo": "train a small byte model on Python's own documentation and sample",
+    "train": "train a byte model on text, or a model of a known task; resumable",
+    "tasks": "train every layer on every known task, and print one table",
     "generate": "stream text from a checkpoint through the recurrent form",
     "bench": "time and memory of every operator, beside installed peers",
-    "report": "draw runs and stored results as one HTML page that opens offline",
-    "verify": "error of every operator and gradient on this machine against the float64 recurrence",
-    "tune": "for developers: launch configurations for this GPU, proved before they are timed",
+    "report": "draw runs and stored results as one offline HTML page",
+    "verify": "error of every operator and gradient against the float64 recurrence",
+    "tune": "for developers: search launch configurations for this GPU",
 }
 
 EXTRAS = {
@@ -72,7 +72,8 @@ def _overview() -> str:
         "usage: wyfold VERB [options]\n\n"
         "Delta-rule operators, layers and a small language model, from the command line.\n\n"
         f"verbs:\n{verbs}\n\n"
-        "`wyfold VERB --help` lists the options of a verb; `wyfold --version` prints the version.\n"
+        "`wyfold VERB --help` lists the options of a verb.\n"
+        "`wyfold --version` prints the version.\n"
     )
 
 
@@ -203,11 +204,11 @@ def _ending(error: BaseException) -> _Ending | None:
         return _together([_ending(one) for one in error.exceptions])
     if isinstance(error, UnsupportedError):
         return _Ending(FAILED, str(error))  # several lines, one per backend
-    said = described(error)
+    text = described(error)
     if isinstance(error, UsageError):
-        return _Ending(USAGE, said)
+        return _Ending(USAGE, text)
     if isinstance(error, Failure):
-        return _Ending(FAILED, said)
+        return _Ending(FAILED, text)
     if isinstance(error, KeyboardInterrupt):
         return _Ending(INTERRUPTED, "interrupted")
     if isinstance(error, ModuleNotFoundError):
@@ -216,10 +217,10 @@ def _ending(error: BaseException) -> _Ending | None:
         message = f"needs {missing}, which is not installed: pip install {package}"
         return _Ending(FAILED, message) if package else None
     if out_of_memory(error):
-        reason = "" if said == type(error).__name__ else f": {said.partition(' Exception raised from ')[0]}"
-        return _Ending(FAILED, f"not enough memory for what was asked{reason}")
+        reason = "" if text == type(error).__name__ else f": {text.partition(' Exception raised from ')[0]}"
+        return _Ending(FAILED, f"not enough memory{reason}")
     if isinstance(error, OSError):  # a full disk, a folder without write permission
-        return _Ending(FAILED, said)
+        return _Ending(FAILED, text)
     return None
 
 

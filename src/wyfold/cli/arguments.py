@@ -80,7 +80,7 @@ def found_device(word: str) -> torch.device:
         probe.item()  # refuses the meta device, which has no data
     except (RuntimeError, AssertionError, ImportError) as error:  # unknown, absent, or not in this build of torch
         reason = str(error).partition("\n")[0].partition(". ")[0]
-        raise UsageError(f"argument --device: {word!r} is no device of this machine: {reason}") from error
+        raise UsageError(f"argument --device: {word!r} is not a device of this machine: {reason}") from error
     return probe.device
 
 
@@ -89,8 +89,8 @@ def add_backend(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--backend",
         choices=BACKENDS,
-        help='of every operator; on CUDA "eager" has to be asked for, also where there is no kernel yet '
-        "(default: the table's choice, as `wyfold doctor` prints it)",
+        help='backend of every operator; on CUDA, "eager" is used only on request, even without a kernel '
+        "(default: the choice that `wyfold doctor` prints)",
     )
 
 

@@ -173,7 +173,7 @@ def load_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
         raise UsageError(str(error)) from error
 
 
-def set_aside_damaged(root: Path) -> list[Path]:
+def rename_damaged(root: Path) -> list[Path]:
     """Rename all checkpoints newer than the newest intact one, which are damaged. Nothing is removed.
 
     Returns:
@@ -182,7 +182,7 @@ def set_aside_damaged(root: Path) -> list[Path]:
     whole = integrity.newest_whole(root)
     found = integrity.step_folders(root)
     newer = found[found.index(whole) + 1 :] if whole else found
-    return [rundir.rename_aside(folder, "damaged") for folder in newer]
+    return [rundir.rename_with_suffix(folder, "damaged") for folder in newer]
 
 
 def remove_all(root: Path) -> None:
@@ -262,7 +262,7 @@ def _finish(partial: Path, step: int, record: dict[str, Any]) -> Path:
     integrity.write_sums(partial)
     _reach_disk(partial)
     if os.path.lexists(final) and not _is_ours(final):
-        kept = rundir.rename_aside(final, "kept")
+        kept = rundir.rename_with_suffix(final, "kept")
         print(f"{final} is no checkpoint of this run; kept: {kept}", file=sys.stderr)
     if final.exists():  # a kill between the two renames loses this step, not the one before
         _remove(final, replaced_by=partial)

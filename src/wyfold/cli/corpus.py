@@ -199,16 +199,16 @@ class PackedBatches:
 def _fill(pieces: list[tuple[int, int]], capacity: int) -> Iterator[list[tuple[int, int]]]:
     """Fill packs of exactly `capacity` bytes with the pieces, in order. An incomplete last pack is dropped."""
     pack: list[tuple[int, int]] = []
-    room = capacity
+    free = capacity
     for start, end in pieces:
         while start < end:
-            stop = min(end, start + room)
+            stop = min(end, start + free)
             pack.append((start, stop))
-            room -= stop - start
+            free -= stop - start
             start = stop
-            if room == 0:
+            if free == 0:
                 yield pack
-                pack, room = [], capacity
+                pack, free = [], capacity
 
 
 def derive_seed(*parts: int | str) -> int:

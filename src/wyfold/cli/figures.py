@@ -94,13 +94,13 @@ def of_bench(record: Fields) -> Iterator[Part]:
 
 def of_ranks(record: Fields) -> Iterator[Part]:
     """Section of `bench` over ranks: speed relative to Wyfold on one rank, and a table of all results."""
-    figure = _figure("times as fast as ours on one rank", "ranks")
+    figure = _figure("speed relative to Wyfold on one rank", "ranks")
     for name, points in tables.over_ranks(record["rows"]).items():
         _line(figure, name, points, markers=True)
     most = max((row["ranks"] for row in record["rows"]), default=1)
-    _line(figure, "as many times as ranks", [(1, 1.0), (most, float(most))], width=1)
+    _line(figure, "perfect scaling", [(1, 1.0), (most, float(most))], width=1)
     yield figure
-    columns = ("case", "ran", "ranks", "median ms", "times one rank", "worst error", "peak MiB a rank", "bytes sent")
+    columns = ("case", "ran", "ranks", "median ms", "x one rank", "worst error", "peak MiB a rank", "bytes sent")
     yield table(columns, [_ranks_row(row) for row in record["rows"]])
 
 

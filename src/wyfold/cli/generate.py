@@ -1,10 +1,10 @@
 """Stream text from a checkpoint through the recurrent form.
 
-The chunk forms read the prompt in pieces of 2,048 bytes. After that each byte is
-one step of the recurrence. The cache has a fixed size: a state per delta-rule or
-TTT layer, a window of keys per attention layer. `wyfold train` always gives
-attention a window. A model without one keeps every key, and its memory grows with
-the text.
+The chunk forms read the prompt in pieces of 2,048 bytes. After that each byte
+is one step of the recurrence. The cache has a fixed size: a state per
+delta-rule or TTT layer, a window of keys per attention layer. `wyfold train`
+always gives attention a window. A model without one keeps every key, and its
+memory grows with the text.
 
 The lines of a file of prompts are continued together. On a GPU, a model with
 delta-rule layers only keeps its states in pools and replays each step as a CUDA
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `wyfold generate`."""
     parser.add_argument("checkpoint", type=Path, metavar="DIR", help="a run of `wyfold train`, or a checkpoint in it")
     prompts = parser.add_mutually_exclusive_group()
-    prompts.add_argument("--prompt", help="text to continue (default: what standard input holds)")
+    prompts.add_argument("--prompt", help="text to continue (default: standard input)")
     prompts.add_argument("--prompts", type=Path, metavar="FILE", help="continue each line of this file")
     parser.add_argument(
         "--batch", type=whole(1), default=64, help="lines of --prompts continued together (default: %(default)s)"
@@ -51,16 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--temperature",
         type=at_least(0),
         default=0.8,
-        help="0 takes the likeliest byte each time (default: %(default)s)",
+        help="0 always takes the most likely byte (default: %(default)s)",
     )
-    parser.add_argument("--top-k", type=whole(1), help="draw among this many likeliest bytes only")
+    parser.add_argument("--top-k", type=whole(1), help="sample from this many most likely bytes only")
     parser.add_argument(
         "--top-p",
         type=between(0, 1, closed_above=True),
-        help="draw among the likeliest bytes that together have this probability",
+        help="sample from the most likely bytes of this total probability",
     )
-    parser.add_argument("--seed", type=seed_number, default=0, help="of the draws (default: %(default)s)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the text there (default: standard output)")
+    parser.add_argument("--seed", type=seed_number, default=0, help="seed of the sampling (default: %(default)s)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the text to FILE (default: standard output)")
     parser.add_argument("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
     add_backend(parser)
 

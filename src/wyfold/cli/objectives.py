@@ -154,9 +154,9 @@ class TaskObjective:
         return f"loss {loss:.4f}"
 
     def describe_evaluation(self, entry: dict[str, Any]) -> str:
-        said = f"{entry[self.metric]:.2%} of the answers, {entry['whole_rows']:.2%} of the rows right"
+        right = f"{entry[self.metric]:.2%} of the answers, {entry['whole_rows']:.2%} of the rows right"
         lengths = "".join(f", {part:.2%} at {length}" for length, part in entry.get("accuracy_at", {}).items())
-        return said + lengths.replace(",", "; by length:", 1)
+        return right + lengths.replace(",", "; by length:", 1)
 
     def draw(self, file: Path, history: History, title: str) -> None:
         curve.draw_task(file, _losses(history), curve.points(history, self.metric), title)

@@ -25,7 +25,7 @@ class Display:
         self.live = self.console.is_terminal
         self.every = max(1, total // self.LINES) if total else 50
         self.bar = Progress(
-            TextColumn("training"),
+            TextColumn("step"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}"),

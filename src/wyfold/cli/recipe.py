@@ -96,7 +96,7 @@ class Recipe:
 
     def check_same(self, stored: dict[str, Any], folder: Path) -> None:
         """Raise UsageError if the stored recipe of a run differs from this one."""
-        first, here = begun(stored), dataclasses.asdict(self)
+        first, here = stored_recipe(stored), dataclasses.asdict(self)
         # `task` first and `data` last: another task changes other settings, and other options change the definition.
         for field in ("task", *(field for field in here if field not in ("task", "data"))):
             wanted, then = here[field], first[field]
@@ -127,7 +127,7 @@ def _duration(recipe: Mapping[str, Any]) -> str:
     return f"--steps {steps}" if minutes is None else f"--minutes {minutes:g}"
 
 
-def begun(stored: Mapping[str, Any]) -> dict[str, Any]:
+def stored_recipe(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Complete a stored recipe: fields that its version did not have get their default."""
     found = {field.name: stored.get(field.name, field.default) for field in dataclasses.fields(Recipe)}
     return found | {"eval_lengths": tuple(found["eval_lengths"])}

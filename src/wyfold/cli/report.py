@@ -1,9 +1,9 @@
 """Draw runs and stored results as one HTML page.
 
 PATH is the folder of a run, a JSON file that a verb wrote, or a folder that is
-searched for both. The default is `runs` and `docs/results`. The page contains its
-data and the charting library (plotly). It opens without a network, and forbids
-the browser to use one. Needs `pip install "wyfold[report]"`.
+searched for both. The default is `runs` and `docs/results`. The page contains
+its data and the charting library (plotly). It opens without a network, and
+forbids the browser to use one. Needs `pip install "wyfold[report]"`.
 """
 
 from __future__ import annotations
@@ -56,12 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         type=Path,
         metavar="PATH",
-        help="run, JSON file or folder of both (default: runs, docs/results)",
+        help="run, JSON file, or a folder of them (default: runs, docs/results)",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page (default: %(default)s)"
+        "--out",
+        type=Path,
+        default=Path("report.html"),
+        metavar="FILE",
+        help="file to write (default: %(default)s)",
     )
-    parser.add_argument("--title", default="Wyfold: runs and results", help='(default: "%(default)s")')
+    parser.add_argument("--title", default="Wyfold: runs and results", help='title (default: "%(default)s")')
 
 
 def run(args: argparse.Namespace) -> int:
@@ -142,8 +146,8 @@ def _origin(record: dict[str, Any]) -> str:
     ]
     modified = " with changes" if record.get("modified") else ""
     commit = f"commit {record['commit']}{modified}" if record.get("commit") else ""
-    said = [record.get("date"), _machine(machine), *tools, commit]
-    line = html.escape(", ".join(str(word) for word in said if word))
+    parts = [record.get("date"), _machine(machine), *tools, commit]
+    line = html.escape(", ".join(str(word) for word in parts if word))
     command = f"<br><code>{html.escape(record['command'])}</code>" if record.get("command") else ""
     return f'<p class="from">{line}{command}</p>'
 

@@ -9,10 +9,12 @@ import json
 import math
 import os
 import shlex
+import shutil
 import stat
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,11 +46,11 @@ def provenance(verb: str, words: Sequence[str]) -> dict[str, Any]:
 
 def _commit() -> tuple[str | None, bool | None]:
     """Commit of the source tree, and whether the package differs from it; None outside a git repository."""
-    room = Path(wyfold.__file__).parent
+    folder = Path(wyfold.__file__).parent
     try:
         asked = (["rev-parse", "HEAD"], ["status", "--porcelain", "--", "."])
         head, status = (
-            subprocess.run(["git", *words], cwd=room, capture_output=True, text=True, check=True).stdout
+            subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout
             for words in asked
         )
     except (OSError, subprocess.CalledProcessError):
@@ -111,19 +113,40 @@ def say(line: str) -> None:
     print(printable(line) if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
 
 
-def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: by rich if it is installed and standard output is a terminal, else as plain text.
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, labels: int = 1) -> None:
+    """Print a table. On a terminal that is too narrow for it, every row becomes a few lines.
 
     Cells are printed as one line with control characters escaped, because their text may come from a file.
+
+    Args:
+        title: Line above the table.
+        columns: Names of the columns.
+        rows: Cells.
+        labels: Number of leading columns that identify a row.
     """
     columns, rows = _cells(columns), [_cells(row) for row in rows]
-    if importlib.util.find_spec("rich") is not None and sys.stdout.isatty():
-        _draw(title, columns, rows)
-        return
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        if sum(max(map(len, column)) + 3 for column in zip(columns, *rows)) + 1 > width:
+            print("\n" + "\n".join([title, *stacked(columns, rows, labels, width)]))
+            return
+        if importlib.util.find_spec("rich") is not None:
+            _draw(title, columns, rows)
+            return
     print(f"\n{title}")
     widths = [max(map(len, column)) for column in zip(columns, *rows)]
     for row in (columns, ["-" * width for width in widths], *rows):
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+
+
+def stacked(columns: Sequence[str], rows: Sequence[Sequence[str]], labels: int, width: int) -> list[str]:
+    """Lines of a table for a narrow terminal: the labels of a row, then its other cells with their column names."""
+    lines = []
+    for row in rows:
+        cells = [f"{column} {cell}".strip() for column, cell in zip(columns[labels:], row[labels:]) if cell]
+        lines += textwrap.wrap(", ".join(filter(None, row[:labels])), width, subsequent_indent="  ")
+        lines += textwrap.wrap("; ".join(cells), width, initial_indent="    ", subsequent_indent="    ")
+    return lines
 
 
 def _cells(row: Sequence[str]) -> list[str]:

@@ -63,7 +63,7 @@ def _require_own_files(folder: Path) -> None:
             raise UsageError(f"--out {folder}: {path} must be a file, got a folder; rename it, or give another --out")
 
 
-def rename_aside(path: Path, ending: str) -> Path:
+def rename_with_suffix(path: Path, ending: str) -> Path:
     """Rename a path to `name.ending`, or `name.ending1`, `name.ending2` .. if that exists. Returns the new path."""
     free = next(
         name

@@ -100,8 +100,8 @@ class Needle:
 
     def draw(self, rows: int, length: int, generator: torch.Generator) -> Batch:
         needle, noise = self.digits + 2, self.vocabulary - 2
-        room = length - 2 * needle + 1  # the last digit is only a label
-        if room < 0 or noise <= 10:
+        depths = length - 2 * needle + 1  # the last digit is only a label
+        if depths < 0 or noise <= 10:
             raise UsageError(
                 f"s_niah: takes rows of at least {2 * needle - 1} tokens (--length) and a --vocabulary above 12, got "
                 f"rows of {length} and a vocabulary of {self.vocabulary}"
@@ -109,7 +109,7 @@ class Needle:
         keys = torch.randint(10, noise, (rows, 1), generator=generator)
         digits = torch.randint(10, (rows, self.digits), generator=generator)
         ids = torch.randint(noise, (rows, length), generator=generator)
-        depth = torch.randint(room + 1, (rows, 1), generator=generator)
+        depth = torch.randint(depths + 1, (rows, 1), generator=generator)
         mark = torch.full_like(keys, noise)
         ids.scatter_(1, depth + torch.arange(needle), torch.cat([mark, keys, digits], dim=1))
         ids[:, 1 - needle :] = torch.cat([mark + 1, keys, digits[:, :-1]], dim=1)

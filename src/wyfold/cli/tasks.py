@@ -1,10 +1,11 @@
 """Train every layer on every known task, and print one table of results.
 
-Each run is a `wyfold train --task` with the task's settings, in a separate folder
-below --out. The table has the command of each run. The same command continues an
-interrupted table: finished runs are kept, an interrupted run is continued.
-parity and s5 run with and without negative eigenvalues, which they need. The
-table is also written as JSON, with machine, versions and commit of every run.
+Each run is a `wyfold train --task` with the task's settings, in a separate
+folder below --out. The table has the command of each run. The same command
+continues an interrupted table: finished runs are kept, an interrupted run is
+continued. parity and s5 run with and without negative eigenvalues, which they
+need. The table is also written as JSON, with machine, versions and commit of
+every run.
 """
 
 from __future__ import annotations
@@ -69,22 +70,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--task", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK", help="only these tasks (default: all)"
     )
     parser.add_argument(
-        "--layers", nargs="+", default=list(LAYERS), metavar="PATTERN", help=f"models (default: {', '.join(LAYERS)})"
+        "--layers",
+        nargs="+",
+        default=list(LAYERS),
+        metavar="PATTERN",
+        help=f"patterns (default: {', '.join(LAYERS)})",
     )
     parser.add_argument(
         "--kda-lower-bound",
         type=gate_bound,
         metavar="X",
-        help="of every model with kda layers, as `wyfold train` has it",
+        help="--kda-lower-bound of `wyfold train`, for models with kda layers",
     )
-    parser.add_argument("--seed", nargs="+", type=seed_number, default=[0], help="of the runs (default: 0)")
+    parser.add_argument("--seed", nargs="+", type=seed_number, default=[0], help="seeds of the runs (default: 0)")
     parser.add_argument("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
     add_backend(parser)
     parser.add_argument(
         "--train",
         default="",
         metavar="OPTIONS",
-        help='further options of every `wyfold train`, as one word, such as --train="--width 256 --heads 4"',
+        help='further options of every `wyfold train`, as one argument, such as --train="--width 256 --heads 4"',
     )
 
 
@@ -113,7 +118,9 @@ def run(args: argparse.Namespace) -> int:
         runs.append(_result(folder / rundir.RESULT))
         # After every run, so that an interruption leaves a table of the finished runs.
         file = results.write(args.out, TABLE, {"kind": "tasks", **_provenance(args), "runs": runs})
-    results.show("known tasks, answers on held-out rows that are right", COLUMNS, [row(found) for found in runs])
+    results.show(
+        "known tasks, answers on held-out rows that are right", COLUMNS, [row(found) for found in runs], labels=4
+    )
     say(f"\ntable: {file}")
     return DONE
 

@@ -2,16 +2,16 @@
 
 The text is read as bytes, and part of it is held out. The model, a pattern of
 delta-rule and attention layers, learns to predict the next byte. With --task it
-learns a synthetic task instead: mqar (multi-query associative recall), s_niah (a
-single needle in a haystack), parity, or s5 (products of transpositions of five
-elements). Each task has its own defaults, which options override.
+learns a synthetic task instead: mqar (multi-query associative recall), s_niah
+(a single needle in a haystack), parity, or s5 (products of transpositions of
+five elements). Each task has its defaults, which options override.
 
 The folder of the run keeps the last two checkpoints, the curve as PNG and every
 number as JSON lines; for a task also the result as JSON. The same command
 continues an interrupted run, on the CPU with exactly the losses of an
-uninterrupted one. Options that are left out then keep the values of the run; for
-a task, --resume --out DIR is enough. A run whose newest checkpoint is damaged is
-not changed unless --if-damaged says how to continue.
+uninterrupted one. Options that are left out then keep the values of the run;
+for a task, --resume --out DIR is enough. A run whose newest checkpoint is
+damaged is not changed unless --if-damaged says how to continue.
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ def _run_options(run: argparse._ActionsContainer) -> None:
         "--data",
         type=Path,
         metavar="FILE|DIR",
-        help="text to learn; a folder stands for the text files below it "
-        "(default: the language reference inside Python's own standard library)",
+        help="text to learn: a file, or all text files below a folder "
+        "(default: the language reference in Python's standard library)",
     )
-    source.add_argument("--task", choices=TASKS, help="learn this known task; it brings the defaults of other options")
+    source.add_argument("--task", choices=TASKS, help="learn this known task, which changes defaults of other options")
     run.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder of the run (default: runs/NAME, after what is learned)"
+        "--out", type=Path, metavar="DIR", help="folder of the run (default: runs/NAME, by the text or task)"
     )
-    run.add_argument("--resume", action="store_true", help="start nothing new: there must be a run to continue")
+    run.add_argument("--resume", action="store_true", help="continue an existing run; start no new one")
     run.add_argument(
         "--if-damaged",
         choices=("stop", "older", "restart"),
         default="stop",
-        help="where the newest checkpoint is damaged: say so and stop, continue from the newest one that is whole, or, "
-        "where none is, begin again at step 0. Damaged checkpoints are kept as step-N.damaged (default: %(default)s)",
+        help="if the newest checkpoint is damaged: stop; continue from an older intact one; or restart at step 0 if "
+        "none is intact. Damaged checkpoints are kept as step-N.damaged (default: %(default)s)",
     )
     run.add_argument("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
     add_backend(run)
@@ -83,8 +83,8 @@ def _run_options(run: argparse._ActionsContainer) -> None:
         type=whole(1),
         default=1,
         metavar="C",
-        help="under torchrun: processes that share the bytes of a row; the others are replicas with batches of their "
-        "own, and parameters are sharded over all (default: %(default)s)",
+        help="under torchrun: number of processes that share a row; W processes make W / C replicas with separate "
+        "batches. Parameters are sharded over all processes (default: %(default)s)",
     )
     run.add_argument(
         "--dtype",
@@ -94,35 +94,35 @@ def _run_options(run: argparse._ActionsContainer) -> None:
     run.add_argument(
         "--recompute",
         choices=RECOMPUTED,
-        help="keep less for the backward and compute it again, the same bits: selective keeps what recurrences and "
-        "attention returned, blocks only what enters a block (default: keep everything)",
+        help="save less for the backward and recompute it, with equal bits: selective saves the outputs of recurrences "
+        "and attention, blocks only the input of each block (default: save everything)",
     )
     run.add_argument(
         "--peak-tflops",
         type=between(1e-6, 1e9),
         metavar="X",
-        help="10^12 operations per second of one device in --dtype, of which the used share (MFU) is told "
-        "(default: of NVIDIA A100, H100, H200 and B200 what is published)",
+        help="peak of one device in --dtype, in 10^12 operations per second, for the MFU "
+        "(default: published values of NVIDIA A100, H100, H200 and B200)",
     )
-    run.add_argument("--seed", type=seed_number, help=f"of first parameters and batches {_default('seed')}")
+    run.add_argument("--seed", type=seed_number, help=f"seed of initial parameters and batches {_default('seed')}")
     run.add_argument(
         "--save-every",
         type=whole(1),
         default=200,
         metavar="STEPS",
-        help="steps between checkpoints; the end and an interruption save too (default: %(default)s)",
+        help="steps between checkpoints; the end and an interruption also save (default: %(default)s)",
     )
     run.add_argument(
         "--eval-every",
         type=whole(1),
         metavar="STEPS",
-        help=f"steps between measurements of the loss on the validation bytes {_default('eval_every')}",
+        help=f"steps between evaluations on held-out data {_default('eval_every')}",
     )
     run.add_argument(
         "--eval-bytes",
         type=whole(1),
         metavar="N",
-        help=f"most validation bytes read each time {_default('eval_bytes')}",
+        help=f"largest evaluation, in bytes, or in tokens of a task {_default('eval_bytes')}",
     )
 
 
@@ -130,31 +130,31 @@ def _task_options(task: argparse._ActionsContainer) -> None:
     task.add_argument(
         "--pairs",
         type=whole(1),
-        help="of mqar: keys with their values (default: 64, or as many as --length and --vocabulary have room for)",
+        help="for mqar: key-value pairs (default: 64, or as many as fit --length and --vocabulary)",
     )
     task.add_argument(
-        "--vocabulary", type=whole(1), metavar="N", help="of mqar and s_niah: tokens (default: 8192 and 256)"
+        "--vocabulary", type=whole(1), metavar="N", help="for mqar and s_niah: number of tokens (default: 8192 and 256)"
     )
     task.add_argument(
         "--curriculum",
         type=whole(0),
         metavar="STEPS",
-        help="of mqar: first steps, fewer than --steps; in a third of them each the rows have an eighth, a quarter and "
-        "a half of --length and --pairs, and there are as many more of them (default: 30 %% of --steps, "
-        f"at most 1200; none where --length is below {LEAST_WHOLE})",
+        help="for mqar: number of first steps with shorter rows. In thirds of them, rows have 1/8, 1/4 and 1/2 of "
+        "--length and --pairs, and batches have 8, 4 and 2 times as many rows (default: 30 %% of --steps, "
+        f"at most 1200; 0 if --length is below {LEAST_WHOLE})",
     )
     task.add_argument(
         "--eval-lengths",
         type=whole(1),
         nargs="+",
         metavar="N",
-        help="lengths of row the finished model is also examined on (default: the task's)",
+        help="further lengths of row for the final evaluation (default: the task's)",
     )
     task.add_argument(
         "--stop-at",
         type=between(0, 1, closed_above=True),
         metavar="PART",
-        help="accuracy on held-out rows that ends the run before its last step (default: the task's)",
+        help="accuracy on held-out rows at which the run ends early (default: the task's)",
     )
 
 
@@ -162,39 +162,39 @@ def _model_options(model: argparse._ActionsContainer) -> None:
     model.add_argument(
         "--layers",
         metavar="PATTERN",
-        help=f'mixers, repeated to the depth, such as "kda*3 attention" {_default("layers")}',
+        help=f'pattern of layers, repeated to --depth, such as "kda*3 attention" {_default("layers")}',
     )
-    model.add_argument("--depth", type=whole(1, 10_000), help=f"layers {_default('depth')}")
-    model.add_argument("--width", type=whole(1), help=f"channels {_default('width')}")
+    model.add_argument("--depth", type=whole(1, 10_000), help=f"number of layers {_default('depth')}")
+    model.add_argument("--width", type=whole(1), help=f"channels of the model {_default('width')}")
     model.add_argument("--heads", type=whole(1), help=f"heads of every mixer {_default('heads')}")
     model.add_argument("--head-dim", type=whole(1), help=f"channels of a head {_default('head_dim')}")
     model.add_argument(
         "--window",
         type=whole(1),
-        help=f"bytes an attention layer looks back, all that its cache keeps {_default('window')}",
+        help=f"positions that attention looks back, and that its cache keeps {_default('window')}",
     )
     model.add_argument(
         "--neg-eigval",
         action="store_true",
         default=None,
-        help="delta-rule layers may turn their state over: beta in [0, 2] (default: no, of any task either)",
+        help="allow negative eigenvalues in delta-rule layers: beta in [0, 2] (default: no, for tasks too)",
     )
     model.add_argument(
         "--kda-lower-bound",
         type=gate_bound,
         metavar="X",
-        help="kda layers have the bounded gate, whose log decays stay above X, from -5 to below 0, as published -5 "
-        "(default: the gate without a bound, of any task too)",
+        help="use KDA's bounded gate, whose log decays stay above X in [-5, 0); published models have -5 "
+        "(default: no bound, for tasks too)",
     )
 
 
 def _learning_options(learning: argparse._ActionsContainer) -> None:
     duration = learning.add_mutually_exclusive_group()
-    duration.add_argument("--steps", type=whole(1), help=f"optimizer steps in all {_default('steps')}")
+    duration.add_argument("--steps", type=whole(1), help=f"total optimizer steps {_default('steps')}")
     duration.add_argument(
         "--minutes",
         type=at_least(0, above=True),
-        help="follow the clock instead of a number of steps; such a run is not repeatable",
+        help="train for this time instead of --steps; such a run is not repeatable",
     )
     learning.add_argument("--batch", type=whole(1), help=f"rows of a batch {_default('batch')}")
     learning.add_argument("--length", type=whole(1), help=f"bytes of a row {_default('length')}")
@@ -202,38 +202,38 @@ def _learning_options(learning: argparse._ActionsContainer) -> None:
         "--grad-accum",
         type=whole(1),
         metavar="N",
-        help=f"batches whose gradients make one step {_default('grad_accum')}",
+        help=f"batches per optimizer step {_default('grad_accum')}",
     )
     learning.add_argument(
         "--packed",
         action="store_true",
         default=None,
-        help="lay whole documents (files, topics), or pieces of --length, end to end in one row of "
-        "batch x length bytes; no document sees another",
+        help="pack documents (files, topics), in pieces of at most --length, into one row of batch x length bytes; "
+        "no document sees another",
     )
     learning.add_argument(
         "--held-out",
         type=between(0, 1),
         metavar="PART",
-        help=f"part of the text kept for validation, from its end {_default('held_out')}",
+        help=f"fraction of the text, from its end, kept for validation {_default('held_out')}",
     )
     learning.add_argument("--lr", type=at_least(0, above=True), help=f"peak learning rate {_default('lr')}")
     learning.add_argument(
         "--warmup",
         type=whole(0),
         metavar="STEPS",
-        help=f"steps of linear warm-up; a cosine follows {_default('warmup')}",
+        help=f"steps of linear warm-up, followed by a cosine {_default('warmup')}",
     )
     learning.add_argument(
         "--lr-end",
         type=at_least(0, most=1),
         metavar="PART",
-        help=f"part of --lr that the cosine ends on {_default('lr_end')}",
+        help=f"fraction of --lr at the end of the cosine {_default('lr_end')}",
     )
     learning.add_argument(
         "--weight-decay",
         type=at_least(0),
-        help=f"of the matrices; norms and decay parameters have none {_default('weight_decay')}",
+        help=f"weight decay of matrices; none for norms and decay parameters {_default('weight_decay')}",
     )
     learning.add_argument("--clip", type=at_least(0, above=True), help=f"largest gradient norm {_default('clip')}")
 
@@ -254,16 +254,16 @@ def run(args: argparse.Namespace) -> int:
     world = _world(args)
     recipe = _recipe(args, digest, world.replicas)
     peak = mfu.peak(world.device, args.dtype) if args.peak_tflops is None else args.peak_tflops * 1e12
-    means: dict[str, Any] = {"recompute": args.recompute, "peak": peak}
+    options: dict[str, Any] = {"recompute": args.recompute, "peak": peak}
     watch = world.watch()
     try:
         with watch, _writing(args, folder, world):
             _compare(args, recipe, folder, world)
-            trainer = Trainer(recipe, source, folder, args.device, args.backend, world, **means)
+            trainer = Trainer(recipe, source, folder, args.device, args.backend, world, **options)
             if world.cp * world.replicas > 1:
-                about += f"; {world.replicas} x {world.cp} processes, replicas by those that share their rows"
+                about += f"; {world.replicas} x {world.cp} processes, replicas times ranks of a replica"
             if world.is_main and kept:
-                say(f"{folder}: as this run was begun, {shlex.join(kept)}")
+                say(f"{folder}: options of this run are kept: {shlex.join(kept)}")
             if world.is_main:
                 code = finish(trainer, args.save_every, about)
             else:
@@ -319,14 +319,14 @@ def resolve_options(args: argparse.Namespace) -> tuple[Path, list[str]]:
             does not apply to text or the task; or a curriculum that leaves no step with full rows.
     """
     from wyfold.cli import integrity
-    from wyfold.cli.recipe import begun, stored_in
+    from wyfold.cli.recipe import stored_in, stored_recipe
 
     folder = args.out or Path("runs", args.task or (args.data.resolve().stem if args.data else "python-prose"))
     rundir.require_run_or_empty(folder)
     found = _newest_checkpoint(args, folder)
     if found is None and args.resume:
         raise UsageError(f"--resume: no complete checkpoint in {folder}")
-    before = None if found is None else begun(integrity.read_record(found)["recipe"])
+    before = None if found is None else stored_recipe(integrity.read_record(found)["recipe"])
     if before and args.resume and args.task is None and args.data is None:
         args.task = before["task"]
     kept = fill_options(args, before if before and before["task"] == args.task else None)
@@ -362,10 +362,10 @@ def _compare(args: argparse.Namespace, recipe: Recipe, folder: Path, world: Worl
     from wyfold.cli import integrity
 
     asked = {f"--{field.replace('_', '-')}": value for field, value in dataclasses.asdict(recipe).items()}
-    means = {f"--{name.replace('_', '-')}": getattr(args, name) for name in ("recompute", "backend", "save_every")}
+    options = {f"--{name.replace('_', '-')}": getattr(args, name) for name in ("recompute", "backend", "save_every")}
     newest = [path.name for path in integrity.step_folders(folder / CHECKPOINTS)][-1:]
     try:
-        world.require_equal(asked | means | {"the newest checkpoint": newest[0] if newest else "none"})
+        world.require_equal(asked | options | {"the newest checkpoint": newest[0] if newest else "none"})
     except ValueError as error:
         raise UsageError(
             f"{error}; start every process by the same command, with an --out that all of them share"
@@ -380,7 +380,7 @@ def _writing(args: argparse.Namespace, folder: Path, world: World) -> Iterator[N
         if world.is_main:
             try:
                 stack.enter_context(rundir.locked(folder))
-                _set_aside(args, folder)
+                _rename_damaged(args, folder)
             except UsageError as error:
                 refusal = error
         if world.all_reduce_max(refusal is not None) > 0:
@@ -388,16 +388,16 @@ def _writing(args: argparse.Namespace, folder: Path, world: World) -> Iterator[N
         yield
 
 
-def _set_aside(args: argparse.Namespace, folder: Path) -> None:
+def _rename_damaged(args: argparse.Namespace, folder: Path) -> None:
     """Rename damaged checkpoints; the folder must be locked."""
     from wyfold.cli import checkpoint
 
     if args.if_damaged == "stop":
         return
     _newest_checkpoint(args, folder)
-    renamed = checkpoint.set_aside_damaged(folder / rundir.CHECKPOINTS)
+    renamed = checkpoint.rename_damaged(folder / rundir.CHECKPOINTS)
     if renamed and args.if_damaged == "restart" and (folder / rundir.HISTORY).exists():
-        renamed.append(rundir.rename_aside(folder / rundir.HISTORY, "before-restart"))
+        renamed.append(rundir.rename_with_suffix(folder / rundir.HISTORY, "before-restart"))
     for path in renamed:
         say(f"kept: {path}")
 
@@ -493,29 +493,32 @@ def finish(trainer: Trainer, save_every: int, about: str) -> int:
     """Train to the end or until interrupted, and print the result. Returns the exit code."""
     size = sum(parameter.numel() for parameter in trainer.model.parameters())
     recipe = trainer.recipe
-    say(f"{about}; a model of {size:,} parameters ({recipe.layers}, repeated to {recipe.depth} layers)")
+    say(about)
+    say(f"model: {size:,} parameters, {recipe.depth} layers ({recipe.layers})")
     if recipe.curriculum:
         of = "" if recipe.steps is None else f" of {recipe.steps:,}"
         say(f"curriculum: the first {recipe.curriculum:,}{of} steps have shorter rows")
     if trainer.complete:
-        say(f"{trainer.folder}: this run is already finished, at step {trainer.step}; another --out begins a new one")
+        say(f"{trainer.folder}: already finished, at step {trainer.step}; another --out starts a new run")
         if recipe.task is not None and not (trainer.folder / RESULT).exists():
-            looks = [entry for entry in trainer.history if trainer.objective.metric in entry]
-            say(f"result: {_write_result(trainer, size, looks[-1])}")
+            evaluations = [entry for entry in trainer.history if trainer.objective.metric in entry]
+            say(f"result: {_write_result(trainer, size, evaluations[-1])}")
         return DONE
     if trainer.step:
         say(f"continuing {trainer.folder} from step {trainer.step}")
     finished = trainer.train(save_every)
     if not finished:
-        say(f"\nstopped after step {trainer.step}; all of it is saved in {trainer.folder}")
+        say(f"\nstopped after step {trainer.step}; saved in {trainer.folder}")
         say("to continue, give the same command again")
         return INTERRUPTED
-    looks = [entry for entry in trainer.history if trainer.objective.metric in entry]
+    evaluations = [entry for entry in trainer.history if trainer.objective.metric in entry]
     say(trainer.objective.sketch(trainer.history))
     first, last = (
-        f"{trainer.objective.describe_evaluation(look)} at step {look['step']}" for look in (looks[0], looks[-1])
+        f"{trainer.objective.describe_evaluation(evaluation)} at step {evaluation['step']}"
+        for evaluation in (evaluations[0], evaluations[-1])
     )
-    say(f"validation: {first}, {last}, after {trainer.elapsed:.0f} s of training")
+    say(f"validation: {first}, {last}")
+    say(f"time: {trainer.elapsed:.0f} s of training")
     if recipe.curriculum and trainer.step <= recipe.curriculum:
         say(f"curriculum: the run ended within it, at step {trainer.step}: it was trained on no whole row")
     steps = [entry for entry in trainer.history if "loss" in entry]
@@ -526,7 +529,7 @@ def finish(trainer: Trainer, save_every: int, about: str) -> int:
     if recipe.task is None:
         say(f'sample from it: wyfold generate {trainer.folder} --prompt "The"')
     else:
-        say(f"result: {_write_result(trainer, size, looks[-1])}")
+        say(f"result: {_write_result(trainer, size, evaluations[-1])}")
     return DONE
 
 

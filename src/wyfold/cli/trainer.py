@@ -102,7 +102,7 @@ class Trainer:
         )
         self.pending: StepMetrics | None = None
         self.nonfinite = torch.zeros((), device=self.device)
-        self.mark = 0.0  # start of the step whose metrics are read next, by perf_counter
+        self.step_started = 0.0  # start of the step whose metrics are read next, by perf_counter
 
         if found is None:
             torch.manual_seed(recipe.seed)
@@ -172,11 +172,11 @@ class Trainer:
         self._record(entry)
         return entry
 
-    def _in_eval_mode(self, look: Callable[[Trainer], Found]) -> Found:
+    def _in_eval_mode(self, evaluation: Callable[[Trainer], Found]) -> Found:
         """Call `look` with the model in eval mode, without gradients."""
         self.model.eval()
         with torch.no_grad():
-            found = look(self)
+            found = evaluation(self)
         self.model.train()
         self.world.reshard(self.model)
         return found
@@ -226,7 +226,7 @@ class Trainer:
         """Take one optimizer step. Returns its history entry, or with `async_metrics` that of the step before."""
         began = time.perf_counter()
         if self.pending is None:
-            self.mark = began
+            self.step_started = began
         rate = self.recipe.learning_rate(self.step, self.progress())
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -288,7 +288,7 @@ class Trainer:
         """Record a step in the history and return its entry."""
         mean, norm = figures.read()
         now = time.perf_counter()
-        since, self.mark = self.world.all_reduce_max(now - self.mark), now
+        since, self.step_started = self.world.all_reduce_max(now - self.step_started), now
         self.elapsed += since
         # If the device waits for the host, a step may be finished when it is read; the launch time is a lower bound.
         seconds = max(since, figures.host)

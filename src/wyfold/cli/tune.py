@@ -1,13 +1,14 @@
 """Search launch configurations of a stage's kernels for this GPU.
 
-For developers. Every candidate is compiled. It is dropped if it does not fit the
-GPU, or spills more registers than others. The remaining candidates are checked:
+For developers. Every candidate is compiled. It is dropped if it does not fit
+the GPU, or spills more than others. The remaining candidates are checked:
 outputs and gradients of the operator against the float64 token loop, as in
 `wyfold verify`, and twenty calls with equal bits. Only then they are timed,
 kernel by kernel. The fastest becomes a new row unless it is the shipped one.
 
-Writes two files: <architecture>.json, the table with the new rows, to be reviewed
-and copied to src/wyfold/runtime/configs/; and a report of every candidate.
+Writes two files: <architecture>.json, the table with the new rows, to be
+reviewed and copied to src/wyfold/runtime/configs/; and a report of every
+candidate.
 """
 
 from __future__ import annotations
@@ -34,14 +35,24 @@ STAGES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `wyfold tune`."""
     parser.add_argument("stage", nargs="?", choices=tuple(STAGES), metavar="STAGE", help="%(choices)s (default: all)")
-    parser.add_argument("--arch", metavar="SM", help="the card's architecture, such as sm_90; any other is an error")
-    parser.add_argument("--ops", help="only these operators, as `wyfold bench` names them, by commas")
-    parser.add_argument("--dtypes", default="bfloat16", help="of the inputs, by commas (default: %(default)s)")
-    parser.add_argument("--shape", choices=SHAPES, default="h96", help="what is timed (default: %(default)s)")
+    parser.add_argument("--arch", metavar="SM", help="required architecture, such as sm_90; another GPU is an error")
+    parser.add_argument("--ops", help="only these operators, comma-separated names of `wyfold bench`")
     parser.add_argument(
-        "--rounds", type=whole(1, 100_000), default=3, help="of turns, per candidate (default: %(default)s)"
+        "--dtypes", default="bfloat16", help="dtypes of the inputs, comma-separated (default: %(default)s)"
     )
-    parser.add_argument("--out", type=Path, default=Path("tuned"), metavar="DIR", help="(default: %(default)s)")
+    parser.add_argument(
+        "--shape",
+        choices=SHAPES,
+        default="h96",
+        metavar="SHAPE",
+        help="shape to time, a name of `wyfold bench --shapes` (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds", type=whole(1, 100_000), default=3, help="timing rounds per candidate (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("tuned"), metavar="DIR", help="output folder (default: %(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,13 +1,13 @@
 """Measure the error of every operator and gradient on this machine.
 
-Without --row and --tier: the relative error of every output and gradient against
-the float64 recurrence, per dtype, with its limit. --device runs the operators on
-that device; inputs and reference stay on the CPU. The backend is the dispatch
-table's choice, or eager if the table has none for that device.
+Without --row and --tier: the relative error of every output and gradient
+against the float64 recurrence, per dtype, with its limit. --device runs the
+operators on that device; inputs and reference stay on the CPU. The backend is
+the dispatch table's choice, or eager if the table has none for that device.
 
-With --row or --tier: numbered checks of the reliability scorecard, on the CPU. A
-check that did not run is "not run", never "pass". Exit code 1 if an error is over
-its limit or a check fails.
+With --row or --tier: numbered checks of the reliability scorecard, on the CPU.
+A check that did not run is "not run", never "pass". Exit code 1 if an error is
+over its limit or a check fails.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class OperatorVerdicts:
             v.name: {"value": v.measured.rms, "target": v.limits.rms, "pass": v.passed, "reason": v.reason}
             for v in self.verdicts
         }
-        who = {"operator": self.spec.name, "dtype": self.dtype, "backend": self.backend}
-        return {**who, "pass": self.passed, "tensors": tensors}
+        identity = {"operator": self.spec.name, "dtype": self.dtype, "backend": self.backend}
+        return {**identity, "pass": self.passed, "tensors": tensors}
 
     def cells(self) -> list[tuple[str, ...]]:
         """Table rows: one for the outputs, one for the gradients."""
@@ -84,20 +84,18 @@ class OperatorVerdicts:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `wyfold verify`."""
-    parser.add_argument("--tier", choices=tuple(TIERS), help="every row of the scorecard due on this tier")
+    parser.add_argument("--tier", choices=tuple(TIERS), help="run all checks of the scorecard for this tier")
     parser.add_argument(
-        "--row", type=whole(1), action="append", metavar="N", help="this row of the scorecard; repeat for more"
+        "--row", type=whole(1), action="append", metavar="N", help="run check N of the scorecard; may be repeated"
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="small shapes, a tenth of the cases: a first look, no proof"
-    )
+    parser.add_argument("--quick", action="store_true", help="small shapes and a tenth of the cases, for a first look")
     parser.add_argument(
         "--device",
         type=device,
         default="cpu",
         help="PyTorch device to measure (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=seed_number, default=0, help="of every draw (default: %(default)s)")
+    parser.add_argument("--seed", type=seed_number, default=0, help="seed of all random draws (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the results as JSON into this folder")
 
 
@@ -106,11 +104,11 @@ def run(args: argparse.Namespace) -> int:
     for number in args.row or ():
         if number not in SCORECARD_CHECKS:
             there = ", ".join(map(str, SCORECARD_CHECKS))
-            raise UsageError(f"--row {number}: the scorecard has no row of that number; there are {there}")
+            raise UsageError(f"--row {number}: the scorecard has no check of this number; there are {there}")
     numbers = sorted({*(args.row or ()), *(TIERS[args.tier] if args.tier else ())})
     if numbers and args.device != "cpu":
         raise UsageError(
-            f"--device {args.device}: rows of the scorecard run on the CPU alone; leave out --row and --tier"
+            f"--device {args.device}: checks of the scorecard run on the CPU only; leave out --row and --tier"
         )
     results.ready(args.out)
 
@@ -186,9 +184,9 @@ def scorecard(numbers: list[int], seed: int, quick: bool) -> list[CheckRecord]:
     from wyfold.cli.scorecard.check import Scope
 
     records = []
-    with _progress("rows", len(numbers)) as progress:
+    with _progress("checks", len(numbers)) as progress:
         for number in numbers:
-            progress.begin(f"row {number}")
+            progress.begin(f"check {number}")
             records.append(run_check(number, Scope(seed, quick, progress.tick)))
     return records
 
@@ -197,7 +195,7 @@ def report_accuracy(outcomes: list[OperatorVerdicts], device: torch.device, miss
     """Print the table of errors, the tensors over their limits, and dtypes that were not run."""
     columns = ("operator", "dtype", "backend", "what", "relative error of each tensor", "nearest its limit", "")
     title = f"error on {device}, against the float64 recurrence"
-    results.show(title, columns, [cells for o in outcomes for cells in o.cells()])
+    results.show(title, columns, [cells for o in outcomes for cells in o.cells()], labels=4)
     failed = [(o, v) for o in outcomes for v in o.verdicts if not v.passed]
     for outcome, verdict in failed:
         print(f"FAIL {outcome.spec.name}, {outcome.dtype}: {verdict}")
@@ -211,14 +209,14 @@ def report_rows(records: list[CheckRecord]) -> None:
     """Print the table of the scorecard, the failed cases, and why checks were not run."""
     from wyfold.cli.scorecard import FAIL, NOT_RUN, PASS
 
-    columns = ("row", "promise", "target", "outcome", "value", "cases", "seconds")
+    columns = ("check", "promise", "target", "outcome", "value", "cases", "seconds")
     cells = [(str(r.row), r.promise, r.target, r.outcome, r.value, str(r.cases), f"{r.seconds:.1f}") for r in records]
-    results.show("scorecard", columns, cells)
+    results.show("scorecard", columns, cells, labels=2)
     for record in records:
         for line in record.broken:
-            print(f"row {record.row} broken: {line}")
+            print(f"check {record.row} failed: {line}")
         if record.note:
-            print(f"row {record.row} not run: {record.note}")
+            print(f"check {record.row} not run: {record.note}")
     counts = {outcome: sum(record.outcome == outcome for record in records) for outcome in (PASS, FAIL, NOT_RUN)}
     print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
 

@@ -80,49 +80,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         type=_shapes,
         metavar="NAMES|B,T,H[,HV],K[,V]",
-        help=f"names with commas ({', '.join(SHAPES)}; mixed and short are packed, short brings dense), or batch, "
-        "tokens, heads, value heads, widths: 4 numbers, 5 with HV, 6 with HV and V; repeat for more "
-        f"(default: {usual[0].shapes}, on a GPU {usual[1].shapes}; of decode_*, one token of each sequence, {DECODED})",
+        help=f"comma-separated names ({', '.join(SHAPES)}), or one shape as numbers. mixed and short are packed; short "
+        "also runs dense. Numbers are batch, tokens, heads and width, or 5 with value heads, or 6 with V as well. May "
+        f"be repeated (default: {usual[0].shapes}, on a GPU {usual[1].shapes}; for decode_* {DECODED}, one token per "
+        "sequence)",
     )
     parser.add_argument(
         "--gates",
         default="mid",
-        help="how fast gdn and kda forget: fast (log decay -2.5 per token on average), mid (-0.8, none under -5), "
-        "slow (-0.001), or model: as a layer calls, a projection in the tokens' dtype that is activated inside, and "
-        "beta's sigmoid too; several with commas (default: %(default)s)",
+        help="decays of gdn and kda, comma-separated: fast (log decay -2.5 per token on average), mid (-0.8, at least "
+        "-5), slow (-0.001), or model (projections as a layer passes them; the operator applies the gate's activation "
+        "and beta's sigmoid) (default: %(default)s)",
     )
     parser.add_argument(
         "--dtype",
-        help="of the tensors given to the operators; decays, beta and states are float32 or wider; several with commas "
+        help="dtypes of the operators' inputs, comma-separated; decays, beta and states are float32 or wider "
         f"(default: {usual[0].dtype}, on a GPU {usual[1].dtype})",
     )
-    parser.add_argument("--gate-dtype", choices=DTYPES, default="float32", help="of the decays (default: %(default)s)")
+    parser.add_argument(
+        "--gate-dtype", choices=DTYPES, default="float32", help="dtype of the decays (default: %(default)s)"
+    )
     parser.add_argument(
         "--norm",
         choices=NORMS,
-        help="where the rows of q and k come to unit length, for all contenders alike "
-        f"(default: {usual[0].norm} the operator, on a GPU {usual[1].norm})",
+        help="where the rows of q and k are normalised, inside or outside the operator, for all implementations "
+        f"(default: {usual[0].norm}, on a GPU {usual[1].norm})",
     )
     parser.add_argument(
         "--mode",
         default="fwd,fwdbwd",
-        help="fwd, fwdbwd with its backward, graph for times from a CUDA graph as well; with commas (default: "
-        "%(default)s)",
+        help="comma-separated: fwd, fwdbwd (with backward), graph (also times a CUDA graph) (default: %(default)s)",
     )
-    parser.add_argument("--chunk", default="64", help="rows of a chunk for solve and kkt, with commas")
     parser.add_argument(
-        "--also", default="", help=f"time ours once more with each of these flags: {', '.join(VARIANTS)}; with commas"
+        "--chunk", default="64", help="chunk sizes of solve and kkt, comma-separated (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--also", default="", help=f"also time Wyfold with each of these flags, comma-separated: {', '.join(VARIANTS)}"
     )
     parser.add_argument(
         "--peers",
         default="all",
-        help="names with commas, all, or none; fla:safe_gate is one way of calling it (default: all installed)",
+        help="comma-separated names, all, or none; fla:safe_gate selects a variant of a peer (default: all installed)",
     )
     parser.add_argument(
         "--ranks",
         default="",
-        help="where torchrun started several processes: over how many of them a sequence is shared, with commas "
-        "(default: 1, 2, 4 .. and all)",
+        help="under torchrun: numbers of ranks that share a sequence, comma-separated (default: 1, 2, 4 .. and all)",
     )
     _add_how(parser)
 
@@ -132,21 +135,21 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     usual = DEVICE_DEFAULTS["cpu"], DEVICE_DEFAULTS["cuda"]
     parser.add_argument("--device", type=device, help="PyTorch device (default: a GPU if there is one)")
     add_backend(parser)
-    parser.add_argument("--threads", type=whole(1, 1024), help="of torch (default: torch's own choice)")
+    parser.add_argument("--threads", type=whole(1, 1024), help="CPU threads of torch (default: torch's choice)")
     parser.add_argument(
         "--rounds",
         type=whole(1, 100_000),
-        help=f"each contender's turns; on a GPU a turn is {BURST} calls, over ranks one (default: "
-        f"{usual[0].rounds}, on a GPU {usual[1].rounds})",
+        help=f"timing rounds; an implementation makes one call per round, on one GPU {BURST} "
+        f"(default: {usual[0].rounds}, on a GPU {usual[1].rounds})",
     )
     parser.add_argument(
-        "--cold", action="store_true", help="also the first call of each contender, in a process without caches"
+        "--cold", action="store_true", help="also time a first call of each implementation, in a process without caches"
     )
-    parser.add_argument("--seed", type=seed_number, default=0, help="of the inputs (default: %(default)s)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write JSON, and a chart, into this folder")
+    parser.add_argument("--seed", type=seed_number, default=0, help="seed of the inputs (default: %(default)s)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write JSON and a chart into this folder")
     parser.add_argument("--label", default="", help="last word of the file names in --out")
     parser.add_argument(
-        "--commit", default="", help="that the sources are of, where git cannot tell or finds them changed"
+        "--commit", default="", help="commit to record if git does not know it, or finds the sources changed"
     )
     # Internal: a child process answers this JSON request with one line of JSON.
     parser.add_argument("--measure", help=argparse.SUPPRESS)
@@ -219,7 +222,7 @@ def run(args: argparse.Namespace) -> int:
         results.say(f"wrote {args.out / stem}.json")
         tables.chart(args.out / f"{stem}.png", record["rows"])
     for case in record["lost"]:
-        print(f"lost: {case['case']}: {case['error']}")
+        print(f"not measured: {case['case']}: {case['error']}")
     failed = any(row["failed"] for row in record["rows"] if row["contender"] == OURS)
     return FAILED if failed or record["lost"] else DONE
 
@@ -283,7 +286,7 @@ def _resolve_defaults(args: argparse.Namespace) -> str:
         start = "torchrun --nproc-per-node N -m wyfold bench ..."
         raise UsageError(f"--ranks {args.ranks}: start the processes by {start}")
     if kind != "cuda" and "graph" in args.mode:
-        raise UsageError(f"--mode graph: CUDA graphs are of a GPU, and the device is {args.device}")
+        raise UsageError(f"--mode graph: CUDA graphs need a GPU, but the device is {args.device}")
     return kind
 
 

@@ -270,8 +270,8 @@ class AccuracyCheck:
         verdicts.sort(key=lambda verdict: verdict.measured.rms, reverse=True)
         right = all(tolerable(verdict, ours=ours) for verdict in verdicts)
         eager = {name: rms(x, truth[name]) for name, x in yardstick.items()} if self.case.on_gpu else {}
-        lost = tuple(name for name, fine in finite.items() if not fine)
-        return Accuracy(tuple(verdicts), right and not lost, eager, lost)
+        nonfinite = tuple(name for name, fine in finite.items() if not fine)
+        return Accuracy(tuple(verdicts), right and not nonfinite, eager, nonfinite)
 
     def _verdict(self, name: str, got: Tensor, truth: Tensor, yardstick: Tensor | None) -> Verdict:
         if name == "deta":  # [B, T, HV, 1]: one number per token, not a row of channels

@@ -90,8 +90,8 @@ def _asked(prefix: list[str], request: dict[str, Any]) -> dict[str, Any]:
     command = [*prefix, sys.executable, "-m", "wyfold", "bench", "--measure", json.dumps(request)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = done.stderr.strip().splitlines()
-        raise RuntimeError(f"exit code {done.returncode}: {said[-1] if said else 'it said nothing'}")
+        lines = done.stderr.strip().splitlines()
+        raise RuntimeError(f"exit code {done.returncode}: {lines[-1] if lines else 'it lines nothing'}")
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -60,17 +60,17 @@ def run_cases(
     """Yield the rows of each case of the group, one per implementation. Only correct implementations are timed."""
     session.enter(group[0])
     arguments = group[0].arguments()
-    judge = AccuracyCheck(group[0], arguments)
+    checker = AccuracyCheck(group[0], arguments)
     for case in group:
         everyone = implementations_of(case, peers, also)
-        found = [_row(case, implementation, arguments, judge, session) for implementation in everyone]
+        found = [_row(case, implementation, arguments, checker, session) for implementation in everyone]
         fed = case.incoming(arguments) if case.backward else None
         right: list[TimedCall] = [
             (row, prepared(c, case, arguments, fed)) for c, row in zip(everyone, found) if row["correct"]
         ]
         if session.gpu is not None:
             right = _runnable(right, case)
-        session.say(f"timing {case.title}: {len(right)} contenders, {session.rounds} rounds of turns")
+        session.say(f"timing {case.title}: {len(right)} implementations, {session.rounds} rounds")
         if session.gpu is None:
             _time_on_cpu(right, session)
         else:
@@ -133,7 +133,7 @@ def _time_on_gpu(right: Sequence[TimedCall], gpu: timing.Gpu, session: BenchSess
 
 
 def _row(
-    case: Case, implementation: BenchImplementation, arguments: Arguments, judge: AccuracyCheck, session: BenchSession
+    case: Case, implementation: BenchImplementation, arguments: Arguments, checker: AccuracyCheck, session: BenchSession
 ) -> dict[str, Any]:
     """Result row of one implementation, checked but not yet timed."""
     session.say(f"checking {case.title} by {implementation.ran}")
@@ -143,7 +143,7 @@ def _row(
         "contender": implementation.name,
         "ran": implementation.ran,
         "launches": {},
-        "judged": judge.method,
+        "judged": checker.method,
         **dict.fromkeys(("errors", "worst_error", "worst_tensor", "kernels", "kernel_milliseconds", "card")),
         **dict.fromkeys(("milliseconds", "host_milliseconds", "graph_milliseconds", "ns_per_token_head")),
         **dict.fromkeys(("times_floor", "first_call_seconds", "peak")),
@@ -156,7 +156,7 @@ def _row(
     if case.backward and not implementation.backward:
         return row | {"refused": "has no backward"}
     try:
-        found = judge.check_call(implementation, case.backward, ours=implementation.name == OURS)
+        found = checker.check_call(implementation, case.backward, ours=implementation.name == OURS)
         row["launches"] = plan(implementation, case, arguments)
     except UnsupportedError as refusal:
         return row | {"refused": error_line(refusal)}

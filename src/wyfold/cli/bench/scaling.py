@@ -55,9 +55,9 @@ FAILED_WAIT_S, CHECK_WAIT_S = 120.0, 3600.0
 """Seconds in which all ranks must arrive after this rank failed, or after it succeeded (rank 0 checks results)."""
 
 METHOD = (
-    "every rank keeps its share of the same tensors; contenders alternate, one warm run each; clock of the host from a "
-    "barrier to the end of the device's work, the slowest rank's; medians. sent: bytes that the rank which sends most "
-    "contributes to its collectives, and how many there are"
+    "every rank has its shard of the same tensors; implementations alternate after one warm-up run each; host clock "
+    "from a barrier to the end of the device's work, on the slowest rank; medians. sent: bytes that the rank that "
+    "sends most contributes to its collectives, and their number"
 )
 
 ResultRow = dict[str, Any]
@@ -107,7 +107,7 @@ def counts(word: str, world: int) -> list[int]:
     except ValueError:
         found = [0]
     if not 1 <= found[0] <= found[-1] <= world:
-        raise UsageError(f"--ranks: must be numbers from 1 to {world}, the processes that were started, got {word!r}")
+        raise UsageError(f"--ranks: must be numbers from 1 to {world}, the number of processes, got {word!r}")
     return found
 
 
@@ -122,15 +122,15 @@ def run(
     """Check, time and measure on every number of ranks. Returns 0, or 1 if a result of Wyfold was wrong."""
     for case in (group[0] for group in groups):
         if case.op not in OPERATORS:
-            raise UsageError(f"OP: over several processes there are {', '.join(OPERATORS)}, got {case.op}")
+            raise UsageError(f"OP: several processes run {', '.join(OPERATORS)} only, got {case.op}")
     if args.cold or args.also or "graph" in args.mode:
-        raise UsageError("--cold, --also and --mode graph are of one process")
+        raise UsageError("--cold, --also and --mode graph need a single process")
     record |= {"kind": OVER_RANKS, "method": METHOD, "processes": world.processes, "rows": []}
     record["command"] = f"torchrun --nproc-per-node {world.processes} -m {record['command']}"
     stem = f"{stem}-ranks{world.processes}"
     for peer in peers if world.is_main else ():
         if peer.shares is None:
-            results.say(f"{peer.name}: shares no sequence among ranks; left out")
+            results.say(f"{peer.name}: has no context parallelism; left out")
     failed = False
     try:
         with world.watch():
@@ -160,7 +160,7 @@ def _run_cases(
     for group in groups:
         first = replace(group[0], device=str(world.device))
         arguments = first.arguments()
-        judge = AccuracyCheck(first, arguments, HEADS, everything=True)
+        checker = AccuracyCheck(first, arguments, HEADS, everything=True)
         for case in (replace(case, device=str(world.device)) for case in group):
             entries = [
                 _on_ranks(case, implementation, peer, count, members[count], arguments, world)
@@ -169,9 +169,9 @@ def _run_cases(
             ]
             for entry in entries:
                 _log(world, f"checking {case.title} on {entry.ranks} by {entry.implementation.ran}")
-                entry.row = _row(case, entry) | _checked(case, entry, judge, world)
+                entry.row = _row(case, entry) | _checked(case, entry, checker, world)
             right = [entry for entry in entries if entry.row["correct"]]
-            _log(world, f"timing {case.title}: {len(right)} contenders, {rounds} rounds of turns")
+            _log(world, f"timing {case.title}: {len(right)} implementations, {rounds} rounds")
             _time(case, right, rounds, arguments, world)
             yield [entry.row for entry in entries]
 
@@ -243,16 +243,18 @@ def _row(case: Case, entry: RankedImplementation) -> ResultRow:
     }
 
 
-def _checked(case: Case, entry: RankedImplementation, judge: AccuracyCheck, world: DistributedWorld) -> ResultRow:
+def _checked(case: Case, entry: RankedImplementation, checker: AccuracyCheck, world: DistributedWorld) -> ResultRow:
     """Run an implementation and check its results on rank 0. Returns fields of the row."""
 
     def found() -> ResultRow:
         if entry.arguments is None:
             return {}
-        o, gradients = _results(case, entry, entry.arguments, judge)
+        o, gradients = _results(case, entry, entry.arguments, checker)
         if not world.is_main:
             return {}
-        return {"judged": judge.method} | judge.check_tensors(o, gradients, ours=entry.implementation.name == OURS).row
+        return {"judged": checker.method} | checker.check_tensors(
+            o, gradients, ours=entry.implementation.name == OURS
+        ).row
 
     return _on_every_rank(case, entry, world, found)
 
@@ -283,19 +285,19 @@ def _on_every_rank(
     if not world.all_arrived(CHECK_WAIT_S if error is None else FAILED_WAIT_S) and error is not None:
         raise error
     release_memory(case)
-    heard = world.gather_objects(found)
-    answer: ResultRow = ([other for other in heard if other.get("refused")] or heard)[0]
+    gathered = world.gather_objects(found)
+    answer: ResultRow = ([other for other in gathered if other.get("refused")] or gathered)[0]
     return answer
 
 
-def _results(case: Case, entry: RankedImplementation, given: Arguments, judge: AccuracyCheck) -> tuple[Tensor, Named]:
+def _results(case: Case, entry: RankedImplementation, given: Arguments, checker: AccuracyCheck) -> tuple[Tensor, Named]:
     """Output and gradients of all ranks, for the checker's output gradient."""
     with torch.no_grad():
         o = entry.implementation(given)
     (o,) = entry.whole({case.spec.outputs[0]: o}).values()
     if not case.backward:
         return o, {}
-    return o, entry.whole(gradients_of(entry.implementation, given, entry.shared(judge.fed())))
+    return o, entry.whole(gradients_of(entry.implementation, given, entry.shared(checker.fed())))
 
 
 # --- time, memory, bytes ---------------------------------------------------------------------------------------------

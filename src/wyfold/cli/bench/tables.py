@@ -75,12 +75,12 @@ def report(rows: Sequence[ResultRow], ratios: Sequence[ResultRow]) -> None:
     if on_gpu:
         figures = ("ms", "graph ms", "kernels ms", "host us", "x floor", "ns/token-head", "peak MiB")
     columns = ("op", "shape", "dtype", "gates", "mode", "ran", "worst error", *figures, "first s")
-    results.show("time and memory", columns, [_cells(row, on_gpu, len(columns)) for row in rows])
+    results.show("time and memory", columns, [_cells(row, on_gpu, len(columns)) for row in rows], labels=6)
     if ratios:
         shares = ("times faster", "in graphs", "memory", "error")
         pairs = [_pair(ratio) for ratio in ratios]
-        title = "ours beside the peers; memory and error as shares of theirs"
-        results.show(title, ("op", "shape", "dtype", "gates", "mode", "ours", "beside", *shares), pairs)
+        title = "Wyfold against peers; memory and error relative to the peer"
+        results.show(title, ("op", "shape", "dtype", "gates", "mode", "Wyfold", "peer", *shares), pairs, labels=7)
     for row in rows:
         what = f"{row['op']} {_size(row)} {row['dtype']} {row['mode']} by {row['ran']}"
         if row["refused"]:
@@ -88,7 +88,7 @@ def report(rows: Sequence[ResultRow], ratios: Sequence[ResultRow]) -> None:
         elif not row["correct"]:
             print(f"wrong: {what}: {_reasons(row)}")
         elif not row["within_limits"]:
-            print(f"further from the truth than ours may be: {what}: {_reasons(row)}")
+            print(f"over Wyfold's limits: {what}: {_reasons(row)}")
         if row["peak_missing"]:
             print(f"no memory figure for {row['op']} by {row['ran']}: {row['peak_missing']}")
         if row["graph_refused"]:
@@ -99,8 +99,8 @@ def report(rows: Sequence[ResultRow], ratios: Sequence[ResultRow]) -> None:
 
 def _reasons(row: ResultRow) -> str:
     found = [f"{name} {e['rms']:.1e} ({e['reason']})" for name, e in row["errors"].items() if e["reason"]]
-    lost = [f"{name} not finite outside of what was compared" for name in row["not_finite_elsewhere"]]
-    return "; ".join(found + lost)
+    nonfinite = [f"{name} not finite outside the compared part" for name in row["not_finite_elsewhere"]]
+    return "; ".join(found + nonfinite)
 
 
 def _size(row: ResultRow) -> str:
@@ -204,13 +204,14 @@ def report_ranks(rows: Sequence[ResultRow]) -> None:
         ("worst error", "median ms", "quartiles ms"),
     )
     columns = (*case, *found, "x one rank", "peak MiB a rank", "MiB contributed")
-    results.show("over ranks; x one rank: times ours on one", columns, [_rank_cells(row) for row in rows])
+    title = "over ranks; x one rank: speed relative to Wyfold on one rank"
+    results.show(title, columns, [_rank_cells(row) for row in rows], labels=7)
     for row in rows:
         what = f"{row['op']} {row['mode']} on {row['ranks']} by {row['ran']}"
         if row["refused"]:
             print(f"refused: {what}: {row['refused']}")
         elif not row["within_limits"]:
-            verdict = "further from the truth than ours may be" if row["correct"] else "wrong"
+            verdict = "over Wyfold's limits" if row["correct"] else "wrong"
             print(f"{verdict}: {what}: {_reasons(row)}")
 
 
@@ -253,8 +254,10 @@ def chart_ranks(file: Path, rows: Sequence[ResultRow]) -> None:
     for name, points in drawn.items():
         axes.plot(*zip(*points, strict=True), marker="o", label=name)
     most = max((row["ranks"] for row in rows), default=1)
-    axes.plot([1, most], [1, most], linestyle=":", color="black", label="as many times as ranks")
-    axes.set(xlabel="ranks", ylabel="times ours on one rank", xticks=sorted({row["ranks"] for row in rows}))
+    axes.plot([1, most], [1, most], linestyle=":", color="black", label="perfect scaling")
+    axes.set(
+        xlabel="ranks", ylabel="speed relative to Wyfold on one rank", xticks=sorted({row["ranks"] for row in rows})
+    )
     axes.legend(fontsize=7)
     with files.replacing(file) as unfinished:
         figure.savefig(unfinished, format="png")

@@ -28,10 +28,10 @@ COPIED = 2**30
 PROFILED = 3
 """Calls over which kernel times are averaged."""
 
-METHOD_CPU = "contenders alternate in one process, one warm run each; medians"
+METHOD_CPU = "implementations alternate in one process after one warm-up run each; medians"
 METHOD_GPU = (
-    f"contenders alternate in one process, on the same tensors; bursts of {BURST} calls, L2 flushed before each; CUDA "
-    "events; medians. host: the process's clock around the same calls. kernels: durations added up by torch.profiler, "
+    f"implementations alternate in one process, on the same tensors; bursts of {BURST} calls, L2 flushed before each; "
+    "CUDA events; medians. host: host clock around the same calls. kernels: sum of durations by torch.profiler, "
     f"mean of {PROFILED} calls. graph: replays of one captured call, timed like the calls"
 )
 

@@ -72,7 +72,9 @@ def run_check(number: int, scope: Scope) -> CheckRecord:
     """Run one check. An unknown number gives the outcome "not run"."""
     row = CHECKS.get(number)
     if row is None:
-        return CheckRecord(number, "", "", NOT_RUN, "", 0, (), "its subject is not in this version", 0.0, scope.seed)
+        return CheckRecord(
+            number, "", "", NOT_RUN, "", 0, (), "this version has no check of this number", 0.0, scope.seed
+        )
     began = time.perf_counter()
     try:
         result = row.check(scope)
@@ -81,7 +83,7 @@ def run_check(number: int, scope: Scope) -> CheckRecord:
         result.case(False, f"the check itself stopped: {type(error).__name__}: {error}")
     seconds = round(time.perf_counter() - began, 1)
     outcome, note = _outcome(result)
-    value = f"{len(result.broken)} of {result.cases} broken"
+    value = f"{len(result.broken)} of {result.cases} failed"
     if result.worst is not None:
         value += f", largest error {result.worst:.1e}"
     broken = tuple(result.broken[:20])
@@ -94,7 +96,7 @@ def _outcome(result: CheckResult) -> tuple[str, str]:
     if result.skip_reason:
         return NOT_RUN, result.skip_reason
     if result.cases < result.promised:
-        return NOT_RUN, f"held in {result.cases} cases, the promise is about {result.promised}"
+        return NOT_RUN, f"passed {result.cases} cases, but a pass needs {result.promised}"
     return PASS, ""
 
 

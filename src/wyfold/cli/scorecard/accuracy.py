@@ -243,9 +243,9 @@ def float32_means_float32(scope: Scope) -> CheckResult:
 
 
 CHECKS = (
-    Check(1, "the definitions agree with each other", "relative error <= 1e-10, float64", definitions_agree),
+    Check(1, "all definitions agree", "relative error <= 1e-10, float64", definitions_agree),
     Check(2, "index and mask errors cannot hide", f"0 bits, >= {EXACT_CASES} cases", index_and_mask),
-    Check(5, "correlated keys", "84 of 84 finite and as near the truth as rule 3 asks", correlated_keys),
-    Check(6, "every gate is legal", "finite; decays within 1e-3; gradients as rule 3 asks", every_gate),
-    Check(7, "fp32 means fp32", "o <= 1e-5, gradients <= 1e-4", float32_means_float32),
+    Check(5, "correlated keys", "84 of 84 finite and within the rule of acceptance", correlated_keys),
+    Check(6, "every gate is legal", "finite; decays within 1e-3; gradients within the rule of acceptance", every_gate),
+    Check(7, "float32 stays float32 under TF32", "o <= 1e-5, gradients <= 1e-4", float32_means_float32),
 )

@@ -336,15 +336,13 @@ def _at_once(calls: list[tuple[OperatorSpec, Arguments]], alone: list[Named]) ->
 
 CHECKS = (
     Check(12, "packed equals separate", f"0 bits, >= {PACKINGS} packings x four rules", packed_equals_separate),
-    Check(13, "the past never depends on the future", f"0 bits, >= {CAUSAL_CASES} cases", past_is_closed),
+    Check(13, "outputs do not depend on later tokens", f"0 bits, >= {CAUSAL_CASES} cases", past_is_closed),
     Check(
         14,
         "split equals unsplit",
         "0 bits at multiples of 64; elsewhere within the float32 targets",
         split_equals_whole,
     ),
-    Check(
-        15, "layout of memory is irrelevant", "0 bits, >= 12 stride kinds on every argument and gradient", memory_layout
-    ),
+    Check(15, "strides do not matter", "0 bits, >= 12 stride kinds on every argument and gradient", memory_layout),
     Check(29, "no stale state", "0 bits", nothing_is_stale),
 )

@@ -50,8 +50,8 @@ def bad_input_is_named(scope: Scope) -> CheckResult:
     """Check 17: every invalid call is refused before any launch, by argument, expected and given value."""
     result = CheckResult(scope, promised=REFUSED)
     for refusal in REFUSALS[:: 10 if scope.quick else 1]:
-        said = refused(refusal)
-        result.case(not said, f"{refusal}: {said}")
+        failure = refused(refusal)
+        result.case(not failure, f"{refusal}: {failure}")
     return result
 
 
@@ -144,9 +144,9 @@ def no_third_outcome(scope: Scope) -> CheckResult:
     cells = pairwise(scope.seed)
     result = CheckResult(scope, promised=len(cells))
     for number, cell in enumerate(cells[:: 10 if scope.quick else 1]):
-        said = outcome(cell, scope.seed + number)
+        failure = outcome(cell, scope.seed + number)
         shown = ", ".join(f"{name} {value}" for name, value in cell.items())
-        result.case(not said, f"{shown}: {said}")
+        result.case(not failure, f"{shown}: {failure}")
     return result
 
 
@@ -368,16 +368,16 @@ def compiled(spec: OperatorSpec, lengths: tuple[int, ...], seed: int = 0) -> int
 CHECKS = (
     Check(
         17,
-        "bad input is named before any launch",
+        "invalid arguments are named before any launch",
         f">= {REFUSED} kinds; argument, expected, got; 0 launches",
         bad_input_is_named,
     ),
     Check(
         18,
-        "no third outcome",
-        "each pairwise cell of the delta rules as rule 3 asks, or refused; 0 silent fallbacks",
+        "every combination is accurate or refused",
+        "every pair of options accurate or refused; 0 silent fallbacks",
         no_third_outcome,
     ),
-    Check(19, "every length", "all pass; spare rows exactly 0; states copied exactly", every_length),
-    Check(26, "a real operator", "opcheck passes; 0 breaks; <= 2 compiles for 10 lengths", real_operators),
+    Check(19, "every length", "all pass; padding exactly 0; states copied exactly", every_length),
+    Check(26, "operators of PyTorch", "opcheck passes; 0 breaks; <= 2 compiles for 10 lengths", real_operators),
 )

@@ -170,13 +170,13 @@ def _build(source: Path, out: Path) -> Path:
 CHECKS = (
     Check(
         39,
-        "first use is quick",
+        "first use is fast",
         "layer forward + backward <= 20 s; import <= 1 s over torch; no CUDA start",
         first_use_is_quick,
     ),
     Check(
         40,
-        "it installs and stays clean",
+        "reproducible, clean package",
         "torch only; byte-identical wheel; 0 pickle, eval, shell, network",
         installs_and_stays_clean,
     ),
