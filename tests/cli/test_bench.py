@@ -46,7 +46,7 @@ def adapters(*found: tuple[str, Callable[..., torch.Tensor]], backward: bool = T
 # --- the whole command -----------------------------------------------------------------------------------------------
 
 
-def test_a_decoded_token_is_timed_from_states_to_states(no_children, tmp_path, monkeypatch):
+def test_decoding_is_timed_from_states_to_states(no_children, tmp_path, monkeypatch):
     """Wyfold updates states in place; a peer's token form returns new ones. Neither has a backward here."""
     pool_of: list[int] = []
     decode = implementations.serving.decode
@@ -80,7 +80,7 @@ def test_a_decoded_token_is_timed_from_states_to_states(no_children, tmp_path, m
     assert rows[0]["refused"] == "has no backward"
 
 
-def test_a_run_keeps_everything_a_number_needs(tmp_path, capsys):
+def test_a_record_has_provenance_errors_times_and_memory(tmp_path, capsys):
     words = "bench gdn --shapes 1,40,1,2,8,16 --gates slow --mode fwdbwd --rounds 3 --peers none --seed 2".split()
     assert main([*words, "--out", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("cpu-*-bench-gdn-T40.json")
@@ -109,7 +109,7 @@ def test_a_run_keeps_everything_a_number_needs(tmp_path, capsys):
 
 @pytest.mark.parametrize("op", ["gdn", "kda", "recurrent_kda"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_gate_as_a_layer_has_it(op: str, dtype: str, no_children, tmp_path):
+def test_model_gate_arguments_are_projections(op: str, dtype: str, no_children, tmp_path):
     """Gate and beta are projections in the tokens' dtype, and the gradients of gate parameters are checked."""
     words = f"bench {op} --shapes 1,40,1,2,8,8 --gates model --dtype {dtype} --mode fwdbwd --rounds 1 --peers none"
     assert main([*words.split(), "--out", str(tmp_path)]) == 0
@@ -125,7 +125,7 @@ def test_a_gate_as_a_layer_has_it(op: str, dtype: str, no_children, tmp_path):
     assert steps.min() >= 0.999e-3 and steps.max() <= 0.1001
 
 
-def test_parameters_of_judged_heads():
+def test_parameters_are_sliced_to_checked_heads():
     """On a GPU some heads are checked: the rows of these heads, in arguments and gradients."""
     case = dataclasses.replace(CASE, op="kda", gate="model", shape=Shape(1, 40, 3, 6, 8, 8))
     arguments, group = case.arguments(), 2
@@ -167,7 +167,7 @@ def test_a_wrong_result_has_no_time(no_children, monkeypatch, tmp_path, capsys):
     assert "  wrong" in capsys.readouterr().out
 
 
-def test_a_child_that_dies_leaves_a_row_without_memory(monkeypatch, capsys):
+def test_a_failed_child_leaves_a_row_without_memory(monkeypatch, capsys):
     def killed(request):
         raise RuntimeError("exit code -9: it said nothing")
 
@@ -200,12 +200,12 @@ def test_a_child_that_dies_leaves_a_row_without_memory(monkeypatch, capsys):
         (["gdn", "--rounds", "0"], "--rounds: must be a whole number of at least 1"),
     ],
 )
-def test_a_wrong_word_is_named(words, shown, capsys):
+def test_invalid_options_are_named(words, shown, capsys):
     assert main(["bench", *words, "--device", "cpu"]) == 2
     assert shown in capsys.readouterr().err
 
 
-def test_named_shapes_are_those_of_the_design_and_short_brings_dense():
+def test_named_shapes_and_short_adds_dense():
     assert bench._shapes("h96,qwen") == [("h96", ()), ("qwen", ())]
     assert tuple(cases.PINNED) == catalog.SHAPES and tuple(cases.GATES) == catalog.DECAYS
     assert cases.PINNED["h96"] == Shape(1, 8192, 96, 96, 128, 128)
@@ -219,7 +219,7 @@ def test_named_shapes_are_those_of_the_design_and_short_brings_dense():
     assert not any(cases.packed_lengths(name) for name in cases.PINNED if name not in ("short", "mixed"))
 
 
-def test_one_group_of_cases_has_the_same_tensors_and_every_gate_its_own(monkeypatch, no_children, tmp_path):
+def test_a_group_of_cases_shares_tensors_and_gates_differ(monkeypatch, no_children, tmp_path):
     words = "bench gdn delta_rule kkt --shapes 1,20,1,8 --gates mid,slow --rounds 1 --chunk 16,32 --peers none --out"
     assert main([*words.split(), str(tmp_path)]) == 0
     (file,) = tmp_path.glob("*.json")
@@ -234,7 +234,7 @@ def test_one_group_of_cases_has_the_same_tensors_and_every_gate_its_own(monkeypa
 # --- peers -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_peer_is_printed_and_the_rest_runs(no_children, monkeypatch, tmp_path, capsys):
+def test_a_missing_peer_is_printed_and_others_run(no_children, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(peers.Peer, "installed", False)
     words = "bench gdn --shapes 1,20,1,8 --mode fwd --rounds 1 --device cpu --out".split()
     assert main([*words, str(tmp_path)]) == 0
@@ -246,7 +246,7 @@ def test_a_missing_peer_is_printed_and_the_rest_runs(no_children, monkeypatch, t
     assert [row["contender"] for row in record["rows"]] == ["wyfold"]
 
 
-def test_one_way_of_calling_a_library_can_be_chosen(monkeypatch):
+def test_one_variant_of_a_peer_can_be_selected(monkeypatch):
     monkeypatch.setattr(peers.Peer, "installed", True)
     (fla, cudnn) = bench.chosen_peers("fla:safe_gate,cudnn", "cuda")
     assert [adapter.way for adapter in fla.adapters["chunk_kda"]] == ["safe_gate"]
@@ -256,7 +256,7 @@ def test_one_way_of_calling_a_library_can_be_chosen(monkeypatch):
     assert [peer.name for peer in bench.chosen_peers("all", "cpu")] == ["transformers"]
 
 
-def test_a_peer_runs_on_our_tensors_and_is_held_to_the_truth(no_children, monkeypatch, tmp_path, capsys):
+def test_peers_run_on_the_same_tensors_and_are_checked(no_children, monkeypatch, tmp_path, capsys):
     """Invented libraries that run the token loop: accurate, less accurate than Wyfold may be, and wrong."""
     from wyfold import reference
 
@@ -291,7 +291,7 @@ def test_a_peer_runs_on_our_tensors_and_is_held_to_the_truth(no_children, monkey
     assert "wrong: gdn 1,40,1,1,8,8 float32 fwd by wrong.loop: o 5.0e-02" in shown
 
 
-def test_a_peer_that_fails_has_a_row_and_stops_nothing(no_children, monkeypatch, tmp_path, capsys):
+def test_a_failing_peer_has_a_row_and_the_run_continues(no_children, monkeypatch, tmp_path, capsys):
     def refuse(arguments):
         raise RuntimeError("shapes do not match\n" + "and the compiler says so at length " * 100)
 
@@ -316,7 +316,7 @@ def test_a_peer_that_fails_has_a_row_and_stops_nothing(no_children, monkeypatch,
     assert all(len(row["refused"]) < 500 for row in rows)
 
 
-def test_what_ours_cannot_do_is_a_row_and_a_failure_of_the_run(no_children, monkeypatch, tmp_path):
+def test_an_error_of_wyfold_has_a_row_and_fails_the_run(no_children, monkeypatch, tmp_path):
     def broken(*arguments):
         raise RuntimeError("a bug")
 
@@ -329,13 +329,13 @@ def test_what_ours_cannot_do_is_a_row_and_a_failure_of_the_run(no_children, monk
     assert rows["norm"]["correct"]
 
 
-def test_a_backend_that_ours_lacks_is_a_refusal_and_no_failure(no_children, tmp_path, capsys):
+def test_an_unsupported_backend_is_a_refusal_not_a_failure(no_children, tmp_path, capsys):
     words = "bench norm --shapes 1,20,1,8 --mode fwd --rounds 1 --backend gluon --device cpu --out".split()
     assert main([*words, str(tmp_path)]) == 0
     assert "wyfold.rms_norm_gated refused norm 1,20,1,1,8,8 fwd: UnsupportedError" in capsys.readouterr().out
 
 
-def test_adapters_hand_over_what_their_libraries_ask_for(monkeypatch):
+def test_adapters_pass_arguments_in_the_form_of_their_libraries(monkeypatch):
     """Each library is an invented module whose functions call Wyfold's operators."""
     import types
 
@@ -404,7 +404,7 @@ def test_adapters_hand_over_what_their_libraries_ask_for(monkeypatch):
     assert tried == sum(map(len, ways)) + 1 + 3
 
 
-def test_what_pytorch_imports_for_a_first_backward_is_not_in_a_first_call():
+def test_imports_of_pytorchs_first_backward_are_not_timed():
     """PyTorch imports sympy. Runs in a new process, because this one has imported it."""
     code = """
 import dataclasses, sys, torch
@@ -431,7 +431,7 @@ def test_one_run_has_several_dtypes(no_children, tmp_path):
     assert found == [("float32", 16), ("float32", 64), ("bfloat16", 16), ("bfloat16", 64)]
 
 
-def test_what_fla_says_about_its_backends_is_heard(monkeypatch):
+def test_dispatch_messages_of_fla_are_recorded(monkeypatch):
     import logging
 
     monkeypatch.setattr(peers, "_dispatch_messages", {})
@@ -446,7 +446,7 @@ def test_what_fla_says_about_its_backends_is_heard(monkeypatch):
 # --- its parts -------------------------------------------------------------------------------------------------------
 
 
-def test_contenders_take_turns_and_each_round_starts_with_another():
+def test_implementations_alternate_and_each_round_starts_with_another():
     order: list[str] = []
     runs = [lambda name=name: order.append(name) for name in "abc"]
     times = timing.interleaved(runs, 3)
@@ -454,7 +454,7 @@ def test_contenders_take_turns_and_each_round_starts_with_another():
     assert [len(each) for each in times] == [3, 3, 3]
 
 
-def test_a_look_at_the_future_is_wrong_even_where_the_outputs_are_not_compared(monkeypatch):
+def test_acausal_results_are_wrong_also_outside_the_compared_outputs(monkeypatch):
     monkeypatch.setattr(implementations, "CHECKED", 20)
     monkeypatch.setattr(implementations, "CHECKED_FORWARD", 20)
     judge = AccuracyCheck(CASE, CASE.arguments())
@@ -465,7 +465,7 @@ def test_a_look_at_the_future_is_wrong_even_where_the_outputs_are_not_compared(m
     assert not found.correct
 
 
-def test_a_step_size_is_no_row():
+def test_step_sizes_are_compared_as_numbers_not_rows():
     """deta has one number per token; a small one may have a relative error above 1."""
     case = Case("ttt", Shape(1, 128, 1, 1, 8, 8), "none", "float32", "fwdbwd", 0)
     judge = AccuracyCheck(case, case.arguments())
@@ -478,7 +478,7 @@ def test_a_step_size_is_no_row():
     assert not judge._verdict("deta", got, truth, None).passed
 
 
-def test_a_wrong_row_among_many_is_wrong_for_peers_too():
+def test_one_wrong_row_among_many_is_wrong():
     """Its error is small relative to the tensor, but large relative to the row."""
     case = dataclasses.replace(CASE, shape=Shape(1, 4000, 1, 1, 8, 8), gate="slow", mode="fwd", dtype="bfloat16")
     judge = AccuracyCheck(dataclasses.replace(case, device="cpu"), case.arguments())
@@ -495,7 +495,7 @@ def test_a_wrong_row_among_many_is_wrong_for_peers_too():
     assert not found.correct
 
 
-def test_ours_over_its_limit_has_a_time_and_fails_the_run(no_children, monkeypatch, tmp_path, capsys):
+def test_wyfold_over_its_limit_is_timed_and_fails_the_run(no_children, monkeypatch, tmp_path, capsys):
     usual = implementations.judge
     monkeypatch.setattr(implementations, "judge", lambda *x, **names: usual(*x, **names | {"target": 6e-8}))
     words = "bench norm --shapes 1,20,1,8 --mode fwd --rounds 1 --out".split()
@@ -508,7 +508,7 @@ def test_ours_over_its_limit_has_a_time_and_fails_the_run(no_children, monkeypat
     assert "over Wyfold's limits: norm 1,20,1,1,8,8 float32 fwd by wyfold.rms_norm_gated" in (capsys.readouterr().out)
 
 
-def test_what_forgets_nothing_is_held_to_the_targets_of_its_family():
+def test_slow_gates_use_the_targets_of_uniform_inputs():
     families = {
         (case.op, case.gate): case.family
         for op in ("gdn", "delta_rule", "ttt", "conv")
@@ -530,7 +530,7 @@ class OnGpu(Case):
     on_gpu = True
 
 
-def test_on_a_gpu_some_heads_are_compared_and_the_rest_must_be_finite():
+def test_on_a_gpu_some_heads_are_compared_and_others_must_be_finite():
     case = OnGpu("kda", Shape(1, 70, 8, 16, 8, 8), "mid", "bfloat16", "fwdbwd", 0, norm="outside")
     judge = AccuracyCheck(case, case.arguments(), heads=3)
     assert judge.checked_heads == [0, 4, 7]
@@ -557,7 +557,7 @@ def test_on_a_gpu_some_heads_are_compared_and_the_rest_must_be_finite():
 
 @pytest.mark.parametrize("kind", [Case, OnGpu])
 @pytest.mark.parametrize("op", ["gdn", "kda", "ttt", "conv", "kkt"])
-def test_the_packed_shape_is_packed_for_everyone(kind, op, monkeypatch):
+def test_the_packed_shape_is_packed_for_every_operator(kind, op, monkeypatch):
     monkeypatch.setattr(cases, "SHORT_LENGTHS", (3, 40, 1, 26))
     monkeypatch.setattr(implementations, "CHECKED", 50)  # inside the last sequence
     gate = "mid" if op in ("gdn", "kda") else "none"
@@ -596,7 +596,7 @@ class FakeGpu:
         return 12.0
 
 
-def test_a_row_of_a_gpu_has_every_figure(monkeypatch, capsys):
+def test_a_gpu_row_has_every_measurement(monkeypatch, capsys):
     monkeypatch.setattr(timing, "Gpu", FakeGpu)
     monkeypatch.setattr(timing, "card", lambda: {"clocks.sm": "1980 MHz"})
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -640,7 +640,7 @@ def test_a_row_of_a_gpu_has_every_figure(monkeypatch, capsys):
     assert "some.other refused gdn 1,70,2,4,8,8 fwdbwd: RuntimeError: Triton >= 3.4.0" in shown
 
 
-def test_a_case_that_is_lost_does_not_take_the_others_along(no_children, monkeypatch, tmp_path, capsys):
+def test_a_failed_case_does_not_stop_others(no_children, monkeypatch, tmp_path, capsys):
     usual = runner.run_cases
 
     def one_lost(group, *rest):
@@ -660,7 +660,7 @@ def test_a_case_that_is_lost_does_not_take_the_others_along(no_children, monkeyp
     assert "not measured: gdn 1,20,1,1,8,8 fwd, mid gate, float32: OutOfMemoryError" in capsys.readouterr().out
 
 
-def test_what_is_measured_is_written_before_the_next_case_begins(no_children, monkeypatch, tmp_path):
+def test_results_are_written_after_every_case(no_children, monkeypatch, tmp_path):
     usual, kept = runner.run_cases, []
 
     def cut_off(group, *rest):
@@ -682,7 +682,7 @@ def test_what_is_measured_is_written_before_the_next_case_begins(no_children, mo
     assert "fwdbwd" in lost["case"]
 
 
-def test_cases_behind_a_lost_one_are_lost_as_well(no_children, monkeypatch, tmp_path):
+def test_cases_after_a_failed_one_of_their_group_are_listed(no_children, monkeypatch, tmp_path):
     """Cases after a failed one share its tensors. The record must name them, or it would look complete."""
 
     def fell_over(group, *rest):
@@ -699,7 +699,7 @@ def test_cases_behind_a_lost_one_are_lost_as_well(no_children, monkeypatch, tmp_
 
 
 @pytest.mark.parametrize("modified, expected", [(None, "abc"), (True, "abc"), (False, "of git")], ids=str)
-def test_a_named_commit_is_that_of_sources_git_does_not_know(modified, expected, no_children, monkeypatch, tmp_path):
+def test_commit_option_is_used_where_git_does_not_know(modified, expected, no_children, monkeypatch, tmp_path):
     found = None if modified is None else "of git"
     monkeypatch.setattr("wyfold.cli.results._commit", lambda: (found, modified))
     words = "bench norm --shapes 1,20,1,8 --mode fwd --rounds 1 --commit abc --out".split()
@@ -708,7 +708,7 @@ def test_a_named_commit_is_that_of_sources_git_does_not_know(modified, expected,
     assert json.loads(file.read_text())["commit"] == expected
 
 
-def test_a_floor_counts_what_is_read_and_written():
+def test_byte_floor_counts_reads_and_writes():
     """Bytes per token and value head as documented: GDN 1,032 forward, 3,864 with backward; KDA 1,540."""
     shape = Shape(1, 128, 2, 2, 128, 128)
     for op, mode, expected in [
@@ -722,13 +722,13 @@ def test_a_floor_counts_what_is_read_and_written():
         assert case.floor_bytes(arguments) == expected * case.token_heads, (op, mode)
 
 
-def test_the_floor_of_a_gram_counts_its_own_result():
+def test_byte_floor_of_kkt_counts_its_output():
     """docs/log/operators.md: 0.141 ms at 4.3 TB/s for float32 keys of B1 T8192 H96, here a 64th of it."""
     case = Case("kkt", Shape(1, 128, 96, 96, 128, 128), "none", "float32", "fwd", 0)
     assert case.floor_bytes(case.arguments()) == 128 * 96 * (128 * 4 + 4 + 64 * 4)
 
 
-def test_flags_of_ours_are_contenders_where_they_mean_something():
+def test_flags_are_timed_only_where_they_apply():
     kda = dataclasses.replace(CASE, op="kda")
     names = [c.ran for c in implementations.implementations_of(kda, [], ["disable_recompute", "safe_gate"])]
     assert names == ["wyfold.chunk_kda", "wyfold.chunk_kda, disable_recompute", "wyfold.chunk_kda, safe_gate"]
@@ -738,7 +738,7 @@ def test_flags_of_ours_are_contenders_where_they_mean_something():
     assert whole.ran == "wyfold.chunk_gated_delta_rule, batch_invariant"
 
 
-def test_the_packed_shape_stands_beside_the_dense_one_per_token():
+def test_the_packed_shape_is_compared_with_the_dense_one_per_token():
     row = {
         "op": "gdn", "shape": {}, "gate": "mid", "dtype": "bfloat16", "gate_dtype": "float32", "norm": "outside",
         "chunk": 64, "mode": "fwd", "seed": 0, "contender": "wyfold", "ran": "wyfold.chunk_gated_delta_rule",
@@ -749,7 +749,7 @@ def test_the_packed_shape_stands_beside_the_dense_one_per_token():
     assert (ratio["peer"], ratio["times_faster"]) == ("dense, per token", 2.0 / 3.0)
 
 
-def test_a_first_call_is_measured_where_nothing_is_compiled(monkeypatch, tmp_path):
+def test_a_first_call_is_measured_with_empty_caches(monkeypatch, tmp_path):
     """The home directory of the child is empty, and all caches are in it."""
     words = "bench norm --shapes 1,20,1,8 --mode fwd --rounds 1 --peers none --cold --device cpu --out".split()
     monkeypatch.setattr(memory, "in_fresh_process", lambda request: PEAK)
@@ -768,7 +768,7 @@ def test_a_first_call_is_measured_where_nothing_is_compiled(monkeypatch, tmp_pat
 
 
 @pytest.mark.parametrize("mode, before", [("fwd", 0), ("fwdbwd", 1)])
-def test_a_first_call_does_not_count_what_pytorch_imports(mode: str, before: int, monkeypatch):
+def test_a_first_call_excludes_imports_of_pytorch(mode: str, before: int, monkeypatch):
     """An unrelated backward runs before a first call with backward."""
     seen, usual = [], torch.autograd.grad
     monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: seen.append("grad") or usual(*a, **k))
@@ -798,7 +798,7 @@ def test_gates_have_the_means_of_their_names():
     assert -1.1e-3 < means["slow"] < -0.9e-3
 
 
-def test_peak_memory_counts_what_a_call_holds_at_once():
+def test_peak_memory_counts_live_allocations():
     """64 MiB, allocated and freed twice; in a new process."""
     code = """
         import json, torch

@@ -20,7 +20,7 @@ def as_users_run_it() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
 
 
-def test_a_run_on_a_card_times_calls_graphs_and_kernels(tmp_path):
+def test_a_run_on_a_gpu_times_calls_graphs_and_kernels(tmp_path):
     words = "bench gdn l2norm --shapes 1,300,4,64 --mode fwd,fwdbwd,graph --rounds 2 --peers none --backend eager --out"
     assert main([*words.split(), str(tmp_path)]) == 0
     (file,) = tmp_path.glob("*.json")
@@ -36,7 +36,7 @@ def test_a_run_on_a_card_times_calls_graphs_and_kernels(tmp_path):
         assert row["graph_milliseconds"] or row["graph_refused"]  # the eager backend may synchronise with the device
 
 
-def test_a_flush_is_no_kernel_of_a_contender_and_a_copy_is_one_per_call():
+def test_a_flush_is_not_counted_as_a_kernel_and_a_copy_is():
     gpu = timing.Gpu()
     source, target = torch.ones(2**22, device="cuda"), torch.empty(2**22, device="cuda")
     (kernel,) = gpu.kernels(lambda: target.copy_(source))
@@ -46,7 +46,7 @@ def test_a_flush_is_no_kernel_of_a_contender_and_a_copy_is_one_per_call():
     assert gpu.peak_mib(lambda: torch.empty(2**20, dtype=torch.float32, device="cuda")) == 4.0
 
 
-def test_a_call_that_waits_for_the_device_cannot_be_captured_and_harms_nothing():
+def test_a_synchronising_call_cannot_be_captured_and_leaves_state_intact():
     gpu, x = timing.Gpu(), torch.ones(1000, device="cuda")
     home = torch.cuda.current_stream()
     with pytest.raises(RuntimeError):

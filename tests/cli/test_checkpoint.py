@@ -49,7 +49,7 @@ def save(root, step, *, elapsed=1.0, save_model=None, tensors=None):
     return checkpoint.save(root, step, record, tensors or moments(), save_model or model().save)
 
 
-def test_what_is_saved_is_loaded(tmp_path):
+def test_saved_checkpoints_are_loaded(tmp_path):
     shared = torch.arange(6.0)
     tensors = moments() | {"norm.weight/exp_avg": shared[:3], "norm.weight/exp_avg_sq": shared[1:]}
     record, tensors = checkpoint.load(save(tmp_path, 7, tensors=tensors))
@@ -71,7 +71,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
-def test_a_save_that_dies_leaves_the_one_before(tmp_path):
+def test_a_killed_save_keeps_the_previous_checkpoint(tmp_path):
     save(tmp_path, 1)
 
     def die(folder):
@@ -85,7 +85,7 @@ def test_a_save_that_dies_leaves_the_one_before(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
 
 
-def test_a_disk_that_is_full_is_told_with_what_is_left(tmp_path):
+def test_a_full_disk_is_reported_with_the_intact_checkpoint(tmp_path):
     whole = save(tmp_path, 1)
 
     def no_space(folder):
@@ -101,7 +101,7 @@ def test_a_disk_that_is_full_is_told_with_what_is_left(tmp_path):
 
 @pytest.mark.parametrize("damage", [RECORD, SUMS, TENSORS, "model/model.safetensors", "model/config.json"])
 @pytest.mark.parametrize("kind", ["missing", "cut short", "longer", "one bit", "empty"])
-def test_a_damaged_file_is_named_with_the_checkpoint_that_is_whole(tmp_path, damage, kind):
+def test_a_damaged_file_is_named_with_the_intact_checkpoint(tmp_path, damage, kind):
     whole = save(tmp_path, 1)
     file = save(tmp_path, 2) / damage
     content = bytearray(file.read_bytes())
@@ -117,7 +117,7 @@ def test_a_damaged_file_is_named_with_the_checkpoint_that_is_whole(tmp_path, dam
         assert caught.value.file == file
 
 
-def test_a_record_that_is_no_record_is_named(tmp_path):
+def test_an_invalid_record_is_named(tmp_path):
     folder = save(tmp_path, 1)
     for content in ("[]", "null", json.dumps({"files": None}), "{}", "{", "[" * 100_000, '{"step": NaN}'):
         (folder / RECORD).write_text(content)
@@ -126,7 +126,7 @@ def test_a_record_that_is_no_record_is_named(tmp_path):
         assert caught.value.whole is None
 
 
-def test_a_checkpoint_without_digests_is_held_to_its_sizes_and_headers(tmp_path):
+def test_a_checkpoint_without_digests_is_verified_by_sizes_and_headers(tmp_path):
     """The format of an earlier version."""
     folder = save(tmp_path, 1)
     record = json.loads((folder / RECORD).read_text())
@@ -143,7 +143,7 @@ def test_a_checkpoint_without_digests_is_held_to_its_sizes_and_headers(tmp_path)
         integrity.newest(tmp_path)
 
 
-def test_damaged_checkpoints_are_set_aside_and_none_is_removed(tmp_path):
+def test_damaged_checkpoints_are_renamed_and_none_is_removed(tmp_path):
     for step in (1, 2):
         save(tmp_path, step)
     (tmp_path / "step-00000002" / RECORD).write_text("{}")
@@ -153,7 +153,7 @@ def test_damaged_checkpoints_are_set_aside_and_none_is_removed(tmp_path):
     assert checkpoint.rename_damaged(tmp_path) == []
 
 
-def test_folders_that_are_not_ours_are_left_alone(tmp_path):
+def test_foreign_folders_are_not_changed(tmp_path):
     for name in ("step-notes", "step-00000001", ".unfinished-notes", "step-1"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine.txt").write_text("mine")
@@ -186,14 +186,14 @@ def test_modes_follow_the_umask_and_links_are_not_followed(tmp_path):
     assert {stat.S_IMODE(path.lstat().st_mode) for path in written} == {0o640}
 
 
-def test_a_run_its_checkpoints_one_checkpoint_and_a_model_all_lead_to_the_model(tmp_path):
+def test_find_model_accepts_run_checkpoints_checkpoint_and_model(tmp_path):
     step = save(tmp_path / "checkpoint", 4)
     for path in (tmp_path, tmp_path / "checkpoint", step):
         assert checkpoint.find_model(path) == step / "model"
     assert checkpoint.find_model(step / "model") == step / "model"
 
 
-def test_folders_that_lead_to_no_model_are_refused(tmp_path):
+def test_folders_without_a_model_are_refused(tmp_path):
     with pytest.raises(UsageError, match="nowhere: no such folder"):
         checkpoint.find_model(tmp_path / "nowhere")
     with pytest.raises(UsageError, match="no checkpoint and no saved model"):
@@ -208,7 +208,7 @@ def test_folders_that_lead_to_no_model_are_refused(tmp_path):
             checkpoint.find_model(path)
 
 
-def test_digests_are_those_of_the_tool_of_that_name(tmp_path):
+def test_digests_match_sha256sum(tmp_path):
     folder = save(tmp_path, 1)
     lines = dict(reversed(line.split("  ")) for line in (folder / SUMS).read_text().splitlines())
     assert sorted(lines) == sorted(

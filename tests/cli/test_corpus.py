@@ -21,7 +21,7 @@ def test_a_file_is_one_document_byte_for_byte(tmp_path):
     assert corpus.borders == (0, len(content))
 
 
-def test_a_folder_is_its_text_files_in_sorted_order(tmp_path):
+def test_a_folder_is_read_as_its_sorted_text_files(tmp_path):
     for name, content in {
         "b.txt": b"second",
         "a/z.md": b"last of the folder",
@@ -48,7 +48,7 @@ def test_a_folder_is_its_text_files_in_sorted_order(tmp_path):
         (lambda path: path.mkdir(), "no text file with anything in it"),
     ],
 )
-def test_what_cannot_be_read_is_named(tmp_path, make, message):
+def test_unreadable_paths_are_named(tmp_path, make, message):
     path = tmp_path / "the-corpus"
     make(path)
     with pytest.raises(UsageError, match=f"the-corpus: {message}"):
@@ -56,7 +56,7 @@ def test_what_cannot_be_read_is_named(tmp_path, make, message):
 
 
 @pytest.mark.parametrize("cut", [WindowBatches, PackedBatches])
-def test_a_file_too_short_is_named_with_what_it_would_need(tmp_path, cut):
+def test_a_too_short_file_is_named_with_the_needed_size(tmp_path, cut):
     (tmp_path / "short.txt").write_bytes(b"0123456789")
     with pytest.raises(UsageError, match=r"short\.txt: 10 bytes are too few, .* at least (17|33)"):
         cut(read(tmp_path / "short.txt"), batch=2, length=16, seed=0)
@@ -71,7 +71,7 @@ def test_the_default_is_prose_without_repeats():
         assert not any(body in other for other in bodies[:place] + bodies[place + 1 :])
 
 
-def test_without_the_topics_the_sources_are_read(monkeypatch):
+def test_without_topics_the_library_sources_are_read(monkeypatch):
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     corpus = read(None)
     assert "sources" in corpus.name
@@ -89,7 +89,7 @@ def test_split_holds_out_the_tail():
     assert (text(training), text(validation)) == (bytes(range(90)), bytes(range(90, 100)))
 
 
-def test_split_at_documents_keeps_each_whole():
+def test_split_at_documents_cuts_no_document():
     corpus = Corpus.of("x", [b"a" * 50, b"b" * 40, b"c" * 30])
     training, validation = corpus.split(0.3, at_document=True)
     assert (text(training), training.borders) == (b"a" * 50, (0, 50))
@@ -117,7 +117,7 @@ def test_batches_depend_on_seed_and_index_alone(cut):
     assert any(not torch.equal(other.at(index).ids, taken[index].ids) for index in range(5))
 
 
-def test_an_epoch_of_windows_visits_each_once_and_the_next_moves_on():
+def test_an_epoch_visits_each_window_once_and_the_next_is_shifted():
     windows = WindowBatches(Corpus.of("x", [bytes(range(256))]), batch=1, length=16, seed=0)
     first = [int(windows.at(index).ids[0, 0]) for index in range(windows.per_epoch)]
     second = [int(windows.at(windows.per_epoch + index).ids[0, 0]) for index in range(windows.per_epoch)]
@@ -126,7 +126,7 @@ def test_an_epoch_of_windows_visits_each_once_and_the_next_moves_on():
     assert first != second
 
 
-def test_a_pack_holds_pieces_of_documents_and_no_border_is_learned_across():
+def test_a_pack_has_pieces_and_no_label_crosses_a_border():
     # Document i repeats the byte i: a label across a border would differ from its id.
     documents = [bytes([i]) * n for i, n in enumerate([1, 2, 30, 5, 9, 64, 17, 3, 2, 40])]
     packs = PackedBatches(Corpus.of("x", documents), batch=2, length=16, seed=0)

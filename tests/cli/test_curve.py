@@ -6,7 +6,7 @@ TRAINING = [(step, 8.0 if step < 50 else 2.0) for step in range(1, 101)]
 VALIDATION = [(0, 8.0), (100, 2.0)]
 
 
-def test_smoothing_is_a_mean_that_starts_at_the_first_value():
+def test_smoothing_starts_at_the_first_value():
     smoothed = curve.smooth(TRAINING)
     assert abs(smoothed[0][1] - 8.0) < 1e-12
     assert all(2.0 < value <= 8.0 + 1e-12 for _, value in smoothed)
@@ -23,7 +23,7 @@ def test_the_sketch_falls_from_left_to_right():
     assert lines[-1].endswith("step 100")
 
 
-def test_sketches_of_nothing_and_of_one_point():
+def test_sketches_of_zero_and_one_points():
     assert "no points" in curve.sketch([], [])
     assert curve.sketch([], [(0, 8.0)]).count("o") >= 1
     flat = curve.sketch([], [(0, 0.0), (9, 0.0)]).splitlines()

@@ -27,7 +27,7 @@ def run(out, *words):
     return main(["demo", "--out", str(out), *words])
 
 
-def test_it_trains_samples_and_checks_and_then_samples_and_checks_again(tiny, tmp_path, capsys):
+def test_demo_trains_samples_and_checks_and_then_only_samples_and_checks(tiny, tmp_path, capsys):
     assert run(tmp_path) == 0
     said = capsys.readouterr().out
     assert "bits per byte   . training" in said
@@ -45,7 +45,7 @@ def test_it_trains_samples_and_checks_and_then_samples_and_checks_again(tiny, tm
     assert "bits per byte   . training" in capsys.readouterr().out
 
 
-def test_interrupted_it_continues(tiny, tmp_path, monkeypatch, capsys):
+def test_an_interrupted_demo_continues(tiny, tmp_path, monkeypatch, capsys):
     take = Trainer._take_step
 
     def interrupted(self):
@@ -60,7 +60,7 @@ def test_interrupted_it_continues(tiny, tmp_path, monkeypatch, capsys):
     assert "from step 1" in capsys.readouterr().out
 
 
-def test_another_recipe_in_its_folder_is_refused_with_the_way_out(tiny, tmp_path, monkeypatch, capsys):
+def test_another_recipe_in_the_folder_is_refused_with_advice(tiny, tmp_path, monkeypatch, capsys):
     assert run(tmp_path) == 0
     monkeypatch.setitem(demo.RECIPE, "lr", 1e-4)
     assert run(tmp_path) == 2
@@ -68,7 +68,7 @@ def test_another_recipe_in_its_folder_is_refused_with_the_way_out(tiny, tmp_path
     assert "--fresh starts over" in said
 
 
-def test_the_real_recipe_is_a_hybrid_whose_window_and_chunks_the_check_crosses():
+def test_the_check_is_longer_than_window_and_chunks_of_the_recipe():
     config = DecoderConfig(pattern=demo.RECIPE["layers"], num_layers=demo.RECIPE["depth"])
     attention = config.layers.count("attention")
     assert 1 <= attention <= config.layers.count("gated_delta_net") + config.layers.count("kda")
@@ -86,7 +86,7 @@ class Forgetful(Decoder):
 
 
 @pytest.mark.parametrize(("kind", "code", "verdict"), [(Decoder, 0, ": pass"), (Forgetful, 1, ": FAIL")])
-def test_the_check_tells_a_right_cache_from_a_wrong_one(kind, code, verdict, capsys):
+def test_the_check_detects_a_wrong_cache(kind, code, verdict, capsys):
     config = DecoderConfig(pattern="gdn attention", hidden_size=16, num_layers=2, num_heads=2, head_dim=8)
     model = kind(config)
     with torch.no_grad():

@@ -10,7 +10,7 @@ from wyfold.cli import main
 from wyfold.kernels import table
 
 
-def test_json_says_everything_the_report_holds(capsys, tmp_path):
+def test_json_has_every_field_of_the_report(capsys, tmp_path):
     assert main(["doctor", "--json", "--out", str(tmp_path)]) == 0
     report = json.loads(capsys.readouterr().out)
     assert set(report) == {"hardware", "versions", "known_bad", "services", "cells", "extras", "settings"}
@@ -23,7 +23,7 @@ def test_json_says_everything_the_report_holds(capsys, tmp_path):
     assert json.loads((tmp_path / "doctor.json").read_text()) == report
 
 
-def test_the_text_says_how_to_get_what_is_missing(monkeypatch, capsys):
+def test_the_text_says_how_to_install_missing_packages(monkeypatch, capsys):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "rich" else found(name, *rest))
     assert main(["doctor"]) == 0

@@ -68,7 +68,7 @@ def pieces(model, prompt=b"", **changes):
     return [piece for piece in written if piece]
 
 
-def test_characters_come_whole_and_bytes_that_are_none_are_marked():
+def test_characters_are_complete_and_invalid_bytes_are_replaced():
     assert pieces(Recited("aé€".encode())) == ["a", "é", "€", "\n"]
     assert pieces(Recited(b"a\xffb")) == ["a", "\ufffd", "b", "\n"]
     assert pieces(Recited("€".encode()), max_bytes=2) == ["\ufffd\n"]
@@ -110,7 +110,7 @@ def test_the_text_may_go_to_a_file(model, tmp_path, capsys):
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_a_folder_whose_model_is_of_no_known_kind_is_refused(model, tmp_path, capsys):
+def test_a_model_of_unknown_kind_is_refused(model, tmp_path, capsys):
     config = tmp_path / "model" / "config.json"
     config.write_text(config.read_text().replace("hidden_size", "hidden_sise"))
     assert main(["generate", str(tmp_path / "model"), "--prompt", "x"]) == 2
@@ -125,7 +125,7 @@ def test_a_file_without_prompts_is_refused(model, tmp_path, capsys, content, mes
     assert message in capsys.readouterr().err
 
 
-def test_the_backend_asked_for_is_what_the_operators_are_asked_for(model, tmp_path, capsys, planned_as_cuda):
+def test_the_backend_option_reaches_the_operators(model, tmp_path, capsys, planned_as_cuda):
     words = ["generate", str(tmp_path / "model"), "--prompt", "x", "--max-bytes", "2"]
     assert main([*words, "--backend", "eager"]) == 0
     assert {backend for _, backend in planned_as_cuda} == {"eager"}
@@ -134,7 +134,7 @@ def test_the_backend_asked_for_is_what_the_operators_are_asked_for(model, tmp_pa
     assert "wyfold generate: causal_conv1d: no backend serves tensors on cuda" in capsys.readouterr().err
 
 
-def test_what_the_model_remembers_does_not_grow(model):
+def test_the_cache_does_not_grow(model):
     cache = model.new_cache(1)
     sizes = []
     with torch.no_grad():

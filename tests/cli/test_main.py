@@ -12,7 +12,7 @@ from wyfold import cli
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)
-def test_every_verb_explains_itself(verb, capsys):
+def test_every_verb_has_help(verb, capsys):
     assert cli.main([verb, "--help"]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"usage: wyfold {verb}")
@@ -49,7 +49,7 @@ def test_the_overview_names_every_verb(capsys):
         (["generate", ".", "--temperature", "-1"], "--temperature: must be a number of at least 0, got '-1'"),
     ],
 )
-def test_a_wrong_command_line_is_one_line_and_exit_code_2(words, expected, capsys):
+def test_an_invalid_command_line_is_one_line_and_exit_code_2(words, expected, capsys):
     assert cli.main(words) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -82,7 +82,7 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(words, expected, capsy
         ),
     ],
 )
-def test_how_a_verb_ends_decides_the_exit_code(raised, code, said, monkeypatch, capsys):
+def test_exit_codes_of_exceptions(raised, code, said, monkeypatch, capsys):
     def run(args):
         raise raised
 
@@ -108,7 +108,7 @@ def test_without_an_extra_train_says_what_to_install(missing):
     assert ended.stderr == f'wyfold train: needs {missing}, which is not installed: pip install "wyfold[cli]"\n'
 
 
-def test_python_m_wyfold_is_the_command_and_its_reader_may_leave():
+def test_python_m_wyfold_runs_and_a_closed_pipe_is_no_error():
     # The reader of the pipe exits before the first write.
     reader, writer = os.pipe()
     os.close(reader)
@@ -134,14 +134,14 @@ def test_python_m_wyfold_is_the_command_and_its_reader_may_leave():
         "tasks --train=--widht=3",
     ],
 )
-def test_what_is_refused_leaves_no_folder(words, tmp_path, capsys):
+def test_refusals_leave_no_folder(words, tmp_path, capsys):
     assert cli.main([*words.split(), "--out", str(tmp_path / "runs" / "one")]) in (1, 2)
     assert capsys.readouterr().err.startswith("wyfold ")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("out", ["file/run/one", "link/run"])
-def test_a_folder_that_cannot_be_made_is_refused_before_any_work(out, tmp_path, capsys):
+def test_a_folder_that_cannot_be_created_is_refused_before_any_work(out, tmp_path, capsys):
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     assert cli.main(["train", "--task", "parity", "--out", str(tmp_path / out)]) == 2

@@ -24,7 +24,7 @@ class Drawn:
         return Batch(torch.full((1, 2), index), torch.zeros(1, 2), None)
 
 
-def test_the_next_batch_is_drawn_before_it_is_asked_for():
+def test_the_next_batch_is_drawn_before_it_is_requested():
     drawn = Drawn()
     ahead = BatchPrefetcher(drawn, 3, pinned=False)
     for index in (2, 5, 8, 40, 43):  # a resumed run starts at any index
@@ -34,14 +34,14 @@ def test_the_next_batch_is_drawn_before_it_is_asked_for():
     assert drawn.threads.isdisjoint({threading.get_ident()}) and len(drawn.threads) == 1
 
 
-def test_what_drawing_raises_is_raised_where_the_batch_is_asked_for():
+def test_exceptions_of_draw_reach_the_caller():
     ahead = BatchPrefetcher(Drawn(), -1, pinned=False)
     assert ahead.at(0).ids.tolist() == [[0, 0]]
     with pytest.raises(ValueError, match="no such batch"):
         ahead.at(-1)
 
 
-def test_figures_are_those_of_their_step_whatever_follows():
+def test_metrics_of_a_step_do_not_change_later():
     values = torch.tensor([0.5, 2.0])
     figures = StepMetrics(7, 1e-3, 64, values)
     assert (figures.number, figures.read()) == (7, (0.5, 2.0))

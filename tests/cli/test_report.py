@@ -46,7 +46,7 @@ def test_every_run_and_result_has_its_section(page):
     assert "wyfold bench" in text and "NVIDIA H200" in text
 
 
-def test_nothing_in_it_is_to_be_fetched(page):
+def test_the_page_fetches_nothing(page):
     """No element of the page or of a chart loads anything: the content security policy forbids it."""
     text = page.read_text()
     own = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
@@ -55,7 +55,7 @@ def test_nothing_in_it_is_to_be_fetched(page):
 
 
 @pytest.mark.long
-def test_a_browser_draws_every_chart_and_has_nothing_to_complain_of(page, tmp_path):
+def test_a_browser_draws_every_chart_without_errors(page, tmp_path):
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         pytest.skip(f"no browser is installed: none of {', '.join(BROWSERS)}")
@@ -69,7 +69,7 @@ def test_a_browser_draws_every_chart_and_has_nothing_to_complain_of(page, tmp_pa
     assert "CONSOLE" not in done.stderr, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
-def test_what_is_no_result_is_refused(tmp_path, capsys):
+def test_files_without_a_result_are_refused(tmp_path, capsys):
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "run.json").write_text('{"kind": "run", "recipe": {}}')
@@ -88,13 +88,13 @@ def test_what_is_no_result_is_refused(tmp_path, capsys):
     assert not (tmp_path / "x.html").exists()
 
 
-def test_a_machine_may_be_a_name(tmp_path):
+def test_hardware_may_be_a_name(tmp_path):
     (tmp_path / "one.json").write_text('{"date": "2026-11-23", "hardware": "a card by name", "rows": []}')
     assert main(["report", str(tmp_path / "one.json"), "--out", str(tmp_path / "x.html")]) == 0
     assert "a card by name" in (tmp_path / "x.html").read_text(encoding="utf-8")
 
 
-def test_a_page_that_cannot_be_written_is_refused_before_it_is_drawn(runs, tmp_path, monkeypatch, capsys):
+def test_an_unwritable_page_is_refused_before_drawing(runs, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(figures, "DRAWN", {})
     file = tmp_path / "file"
     file.touch()

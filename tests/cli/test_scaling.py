@@ -26,7 +26,7 @@ CASE = Case("gdn", Shape(1, 70, 1, 2, 8, 8), "mid", "float32", "fwdbwd", 0)
 
 
 @pytest.mark.long
-def test_each_number_of_ranks_has_its_row(tmp_path: Path, capsys):
+def test_each_number_of_ranks_has_a_row(tmp_path: Path, capsys):
     done = subprocess.run([*LAUNCHER, *WORDS, "--out", tmp_path], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (file,) = tmp_path.glob("*.json")
@@ -58,7 +58,7 @@ def world() -> Iterator[DistributedWorld]:
     dist.destroy_process_group()
 
 
-def test_what_is_wrong_gets_no_time(world: DistributedWorld, monkeypatch):
+def test_wrong_results_get_no_time(world: DistributedWorld, monkeypatch):
     def wrong(case, peers):
         (ours,) = usual(case, peers)
         return [replace(ours, call=lambda arguments: ours.call(arguments) * 1.01)]
@@ -71,7 +71,7 @@ def test_what_is_wrong_gets_no_time(world: DistributedWorld, monkeypatch):
     assert row["errors"]["o"]["rms"] > 5e-3
 
 
-def test_who_refuses_says_why(world: DistributedWorld, monkeypatch, capsys):
+def test_a_refusal_has_its_reason(world: DistributedWorld, monkeypatch, capsys):
     def refusing(case, peers):
         (ours,) = usual(case, peers)
 
@@ -110,7 +110,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["wrong", "raises"])
-def test_one_rank_that_fails_alone(how: str, tmp_path: Path):
+def test_a_single_failing_rank(how: str, tmp_path: Path):
     """An error after the first tokens, while the other rank waits in a collective."""
     script = tmp_path / "script.py"
     script.write_text(BEYOND.replace("{how}", how))
@@ -135,12 +135,12 @@ def test_numbers_of_ranks(word: str, world: int, found: list[int]):
 
 
 @pytest.mark.parametrize("word", ["0", "5", "two", "1,,2", "-1"])
-def test_numbers_that_are_none_are_refused(word: str):
+def test_invalid_numbers_of_ranks_are_refused(word: str):
     with pytest.raises(UsageError, match="--ranks: must be numbers from 1 to 4, the processes that were started"):
         scaling.counts(word, 4)
 
 
-def test_ranks_that_nobody_started_are_refused(capsys):
+def test_ranks_without_a_launcher_are_refused(capsys):
     assert main(["bench", "gdn", "--ranks", "2"]) == 2
     assert "--ranks 2: start the processes by torchrun" in capsys.readouterr().err
 
@@ -152,7 +152,7 @@ def test_ranks_that_nobody_started_are_refused(capsys):
         (["gdn", "--cold"], "--cold, --also and --mode graph need a single process"),
     ],
 )
-def test_what_is_of_one_process_is_refused(words: list[str], refusal: str, monkeypatch, capsys):
+def test_options_of_a_single_process_are_refused(words: list[str], refusal: str, monkeypatch, capsys):
     monkeypatch.setattr("wyfold.cli.distributed.launched", lambda: True)
     monkeypatch.setattr("wyfold.cli.distributed.DistributedWorld", lambda device, cp: SimpleNamespace(is_main=True))
     assert main(["bench", *words, "--peers", "none"]) == 2

@@ -28,7 +28,7 @@ def row_of(monkeypatch: pytest.MonkeyPatch, check) -> scorecard.CheckRecord:
     return run_check(99, Scope(seed=5))
 
 
-def test_all_cases_that_hold_are_a_pass(monkeypatch):
+def test_only_good_cases_are_a_pass(monkeypatch):
     def holds(scope):
         result = CheckResult(scope, promised=2)
         result.case(True, "")
@@ -42,7 +42,7 @@ def test_all_cases_that_hold_are_a_pass(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [1e-9, float("nan")])
-def test_one_broken_case_is_a_fail_and_keeps_its_line(error, monkeypatch):
+def test_one_failed_case_is_a_fail_and_is_listed(error, monkeypatch):
     def breaks(scope):
         result = CheckResult(scope, promised=5)  # a failure counts also with fewer cases than promised
         result.error(error, 1e-10, "chunk_kda: dk")
@@ -54,14 +54,14 @@ def test_one_broken_case_is_a_fail_and_keeps_its_line(error, monkeypatch):
     assert "chunk_kda: dk" in record.broken[0]
 
 
-def test_a_row_that_stops_is_a_fail(monkeypatch):
+def test_an_exception_is_a_fail(monkeypatch):
     record = row_of(monkeypatch, lambda scope: 1 // 0)
     assert record.outcome == FAIL
     assert "ZeroDivisionError" in record.broken[0]
 
 
 @pytest.mark.parametrize(("promised", "why"), [(3, ""), (1, "there is no GPU")])
-def test_what_did_not_run_is_no_pass(promised, why, monkeypatch):
+def test_a_check_that_did_not_run_is_no_pass(promised, why, monkeypatch):
     def stops(scope):
         result = CheckResult(scope, promised=promised, skip_reason=why)
         result.case(True, "")
@@ -73,13 +73,13 @@ def test_what_did_not_run_is_no_pass(promised, why, monkeypatch):
     assert record.note
 
 
-def test_a_row_without_a_subject_was_not_run():
+def test_an_unknown_number_is_not_run():
     record = run_check(34, Scope())
     assert (record.outcome, record.cases) == (NOT_RUN, 0)
     assert "no check of this number" in record.note
 
 
-def test_every_row_due_on_the_cpu_is_there():
+def test_the_catalogue_lists_every_check():
     assert SCORECARD_CHECKS == tuple(sorted(CHECKS))
 
 
@@ -88,35 +88,35 @@ def test_every_row_due_on_the_cpu_is_there():
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [1, 2, 5, 6, 7, 12, 13, 14, 15, 17, 18, 19, 26, 29, 39, 40])
-def test_a_tenth_of_the_cases_holds(number):
+def test_a_tenth_of_the_cases_passes(number):
     record = run_check(number, QUICK)
     assert not record.broken
     assert record.cases
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=str)
-def test_bad_input_is_named_before_any_launch(refusal: Refusal):
+def test_invalid_arguments_are_named_before_any_launch(refusal: Refusal):
     assert contract.refused(refusal) == ""
 
 
 @pytest.mark.parametrize("operator", sorted({refusal.operator for refusal in REFUSALS}))
-def test_what_the_refusals_spoil_was_right(operator: str):
+def test_arguments_of_refusals_are_valid_before_they_are_changed(operator: str):
     with contract.launches_counted() as launched:
         OPERATOR_SPECS[operator].ours(right_arguments(operator))
     assert launched
 
 
-def test_refusals_are_as_many_as_promised_and_all_different():
+def test_refusals_are_distinct_and_enough():
     names = [str(refusal) for refusal in REFUSALS]
     assert len(names) == len(set(names)) >= contract.REFUSED
 
 
-def test_every_registered_operator_is_seen_by_opcheck():
+def test_opcheck_covers_every_registered_operator():
     seen = {name.partition(".")[0] for name in contract.recorded_calls()}
     assert seen == contract.registered()
 
 
-def test_every_pair_of_options_has_a_cell():
+def test_every_pair_of_options_occurs():
     cells = contract.pairwise(0)
     for a, b in itertools.combinations(contract.FACTORS, 2):
         seen = {(str(cell[a]), str(cell[b])) for cell in cells}
@@ -124,7 +124,7 @@ def test_every_pair_of_options_has_a_cell():
         assert seen == set(wanted), (a, b)
 
 
-def test_strides_are_strange_and_values_are_not():
+def test_layouts_change_strides_and_keep_values():
     x = torch.randn(2, 5, 3, 4)
     for kind, make in bits.STRIDES.items():
         strange = make(x)
@@ -149,27 +149,27 @@ def plant(monkeypatch: pytest.MonkeyPatch, spoil) -> None:
 
 
 @pytest.mark.parametrize("number", [2, 19])
-def test_a_row_shifted_by_one_token_is_found(number, monkeypatch):
+def test_a_shift_by_one_token_is_detected(number, monkeypatch):
     plant(monkeypatch, lambda out: out.copy_(out.roll(1, dims=1)))
     assert run_check(number, QUICK).outcome == FAIL
 
 
-def test_a_look_at_the_future_is_found(monkeypatch):
+def test_acausality_is_detected(monkeypatch):
     plant(monkeypatch, lambda out: out[:, :-1].add_(out[:, 1:].clone(), alpha=1e-3))
     assert run_check(13, QUICK).outcome == FAIL
 
 
-def test_a_leak_between_packed_sequences_is_found(monkeypatch):
+def test_a_leak_between_packed_sequences_is_detected(monkeypatch):
     plant(monkeypatch, lambda out: out.add_(out.mean(1, keepdim=True) * 1e-6))
     assert run_check(12, QUICK).outcome == FAIL
 
 
-def test_rounding_to_less_is_found(monkeypatch):
+def test_lower_precision_is_detected(monkeypatch):
     plant(monkeypatch, lambda out: out.copy_(out.bfloat16()))
     assert run_check(7, QUICK).outcome == FAIL
 
 
-def test_a_check_left_out_is_found(monkeypatch):
+def test_a_missing_argument_check_is_detected(monkeypatch):
     monkeypatch.setattr(check, "flag", lambda op, **flags: None)
     monkeypatch.setattr(plan_cache, "_plans", {})  # plans cached without the check must not leak into other tests
     record = run_check(17, Scope())
@@ -177,7 +177,7 @@ def test_a_check_left_out_is_found(monkeypatch):
     assert any("use_qk_l2norm_in_kernel" in line for line in record.broken)
 
 
-def test_a_refusal_that_comes_late_is_found(monkeypatch):
+def test_a_late_refusal_is_detected(monkeypatch):
     late = Refusal("l2norm", "x", "is fine", lambda right: {})
     assert contract.refused(late) == "was accepted"
     monkeypatch.setitem(OPERATOR_SPECS, "l2norm", OPERATOR_SPECS["l2norm"])
@@ -197,7 +197,7 @@ def test_a_refusal_that_comes_late_is_found(monkeypatch):
         ("model.eval()", []),
     ],
 )
-def test_what_is_unsafe_in_a_source_is_seen(text, found):
+def test_unsafe_code_is_detected(text, found):
     assert unsafe(text, in_cli=False) == found
 
 
@@ -205,7 +205,7 @@ def test_only_the_command_line_starts_processes():
     assert unsafe("import subprocess", in_cli=True) == []
 
 
-def test_the_dictionary_forgets_at_borders_and_resets():
+def test_the_dictionary_is_cleared_at_borders_and_resets():
     eye = torch.eye(8)
     arguments = {
         "q": eye[[0, 0, 0, 0]].view(1, 4, 1, 8),

@@ -21,12 +21,12 @@ def drawn(task, rows, length, seed=0):
     return task.draw(rows, length, torch.Generator().manual_seed(seed))
 
 
-def test_every_task_is_among_those_tested():
+def test_every_task_is_tested():
     assert SMALL.keys() == TASKS.keys()
 
 
 @pytest.mark.parametrize(("task", "length"), SMALL.values(), ids=SMALL)
-def test_a_batch_depends_on_seed_number_and_stream_alone(task, length):
+def test_a_batch_depends_on_seed_index_and_stream_only(task, length):
     rows = TaskBatches(task, 3, length, 7, "training")
     first = rows.at(5)
     rows.at(6)
@@ -41,7 +41,7 @@ def test_a_batch_depends_on_seed_number_and_stream_alone(task, length):
 
 
 @pytest.mark.parametrize(("task", "length"), SMALL.values(), ids=SMALL)
-def test_tokens_are_of_the_vocabulary(task, length):
+def test_tokens_are_in_the_vocabulary(task, length):
     batch = drawn(task, 50, length)
     assert batch.ids.shape == batch.labels.shape == (50, length)
     counted = batch.labels[batch.labels != IGNORED]
@@ -52,13 +52,13 @@ def test_tokens_are_of_the_vocabulary(task, length):
 @pytest.mark.parametrize(
     ("task", "length"), [(AssociativeRecall(4, 64), 32), (Needle(32, 3), 24)], ids=["mqar", "s_niah"]
 )
-def test_where_labels_are_few_it_is_said_where(task, length):
+def test_places_are_the_positions_of_labels(task, length):
     batch = drawn(task, 50, length)
     expected = [[place for place, label in enumerate(row) if label != IGNORED] for row in batch.labels.tolist()]
     assert batch.places.tolist() == expected
 
 
-def test_each_pair_of_associative_recall_is_asked_for_once_and_nowhere_answered():
+def test_each_pair_of_associative_recall_is_queried_once_and_not_answered():
     task = AssociativeRecall(pairs=4, vocabulary=64)
     batch = drawn(task, 200, 32)
     for ids, labels in zip(batch.ids.tolist(), batch.labels.tolist(), strict=True):
@@ -75,7 +75,7 @@ def test_each_pair_of_associative_recall_is_asked_for_once_and_nowhere_answered(
     assert (following == answers).double().mean() < 0.1  # noise equals the answer one time in 64
 
 
-def test_a_key_of_associative_recall_comes_back_soon_more_often_than_late():
+def test_keys_of_associative_recall_return_early_more_often_than_late():
     """Slots follow the power law: the first of 28 is drawn far more often than the last."""
     task = AssociativeRecall(pairs=4, vocabulary=64)
     counts = (drawn(task, 2000, 64).labels != IGNORED).sum(0)[8::2].tolist()
@@ -83,7 +83,7 @@ def test_a_key_of_associative_recall_comes_back_soon_more_often_than_late():
     assert counts[0] > 1200 and counts[-1] < 200
 
 
-def test_the_needle_is_in_the_hay_once_at_any_depth_and_asked_for_at_the_end():
+def test_the_needle_occurs_once_at_any_depth_and_is_queried_at_the_end():
     task = Needle(vocabulary=32, digits=3)
     batch = drawn(task, 400, 24)
     depths = set()
@@ -104,7 +104,7 @@ def test_parity_is_the_parity_of_the_ones_so_far():
         assert torch.equal((batch.ids[:, : t + 1] == 3).sum(1) % 2, batch.labels[:, t])
 
 
-def test_permutations_are_what_exchanging_places_makes_of_a_row_of_things():
+def test_permutation_labels_are_products_of_transpositions():
     batch = drawn(Permutations(5), 20, 12)
     every = list(itertools.permutations(range(5)))
     exchanges = list(itertools.combinations(range(5), 2))
@@ -125,14 +125,14 @@ def test_permutations_are_what_exchanging_places_makes_of_a_row_of_things():
         (Needle(digits=7), 16, "rows of at least 17 tokens"),
     ],
 )
-def test_rows_that_cannot_be_are_refused(task, length, message):
+def test_invalid_sizes_of_rows_are_refused(task, length, message):
     with pytest.raises(UsageError, match=message):
         TaskBatches(task, 2, length, 0, "training")
     if "length" in message:
         TaskBatches(task, 2, length + 1, 0, "training")
 
 
-def test_a_curriculum_begins_at_an_eighth_and_ends_with_the_rows_themselves():
+def test_a_curriculum_begins_at_an_eighth_and_ends_with_full_rows():
     task = AssociativeRecall(pairs=16, vocabulary=128)
     rows = Curriculum(task, 2, 128, 7, batches=6)
     sizes = [(tuple(batch.ids.shape), batch.places.shape[1]) for batch in map(rows.at, range(8))]
@@ -142,7 +142,7 @@ def test_a_curriculum_begins_at_an_eighth_and_ends_with_the_rows_themselves():
         assert torch.equal(rows.at(index).ids, whole.at(index).ids)
 
 
-def test_a_curriculum_of_few_pairs_begins_with_one():
+def test_a_curriculum_of_few_pairs_begins_with_one_pair():
     rows = Curriculum(AssociativeRecall(pairs=4, vocabulary=128), 2, 36, 0, batches=3)
     assert [(tuple(rows.at(i).ids.shape), rows.at(i).places.shape[1]) for i in range(4)] == [
         ((16, 4), 1),

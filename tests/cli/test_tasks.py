@@ -36,7 +36,7 @@ def test_parity_needs_and_gets_negative_eigenvalues(tmp_path, capsys):
     assert (tmp_path / "run" / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_task_interrupted_continues_with_the_very_numbers(tmp_path, monkeypatch):
+def test_an_interrupted_task_continues_with_equal_numbers(tmp_path, monkeypatch):
     words = f"{TINY} --length 32 --pairs 4 --vocabulary 64 --eval-lengths 40 --curriculum 2"
     assert train(tmp_path / "whole", "mqar", words) == 0
     with monkeypatch.context() as patched:
@@ -49,7 +49,7 @@ def test_a_task_interrupted_continues_with_the_very_numbers(tmp_path, monkeypatc
     assert result(tmp_path / "parts")["accuracy_at"] == result(tmp_path / "whole")["accuracy_at"]
 
 
-def test_an_accuracy_that_is_enough_ends_the_run(tmp_path):
+def test_stop_at_ends_the_run(tmp_path):
     words = PARITY.replace("--eval-every 120", "--eval-every 5")
     assert train(tmp_path / "run", "parity", f"{words} --stop-at 0.5") == 0
     found = result(tmp_path / "run")
@@ -85,7 +85,7 @@ def test_an_accuracy_that_is_enough_ends_the_run(tmp_path):
         ("--task parity --data x", "not allowed with argument"),
     ],
 )
-def test_what_makes_no_sense_is_refused(tmp_path, capsys, words, complaint):
+def test_meaningless_options_are_refused(tmp_path, capsys, words, complaint):
     assert main(["train", "--out", str(tmp_path / "run"), *words.split()]) == 2
     assert complaint in capsys.readouterr().err
 
@@ -95,7 +95,7 @@ def test_what_makes_no_sense_is_refused(tmp_path, capsys, words, complaint):
     [("", 1200), ("--steps 4001", 1200), ("--steps 1200", 360), ("--steps 9", 2), ("--steps 3", 0)]
     + [("--steps 1200 --curriculum 1199", 1199), ("--curriculum 0", 0), ("--minutes 1", 1200)],
 )
-def test_recall_always_has_steps_of_whole_rows(words, curriculum):
+def test_recall_always_has_steps_with_full_rows(words, curriculum):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     args = parser.parse_args(["--task", "mqar", *words.split()])
@@ -116,7 +116,7 @@ def test_recall_always_has_steps_of_whole_rows(words, curriculum):
         ("--vocabulary 20 --length 64 --steps 4", 9, 1),
     ],
 )
-def test_a_small_recall_is_given_settings_that_fit_it(tmp_path, words, pairs, curriculum):
+def test_defaults_of_a_small_recall_fit_it(tmp_path, words, pairs, curriculum):
     small = "--depth 1 --width 16 --heads 1 --head-dim 8 --batch 2 --eval-every 4 --eval-bytes 64"
     assert train(tmp_path, "mqar", f"{small} {words}") == 0
     recipe = result(tmp_path)["recipe"]
@@ -130,7 +130,7 @@ def begin(out, monkeypatch, words):
         assert train(out, words.split()[0], words.partition(" ")[2]) == 130
 
 
-def test_a_run_begun_under_another_default_is_resumed_with_its_own_settings(tmp_path, monkeypatch, capsys):
+def test_a_run_started_under_other_defaults_keeps_its_settings(tmp_path, monkeypatch, capsys):
     """A run of a version whose default curriculum was the whole run is continued by the same command."""
     words = f"{TINY} --length 32 --pairs 4 --vocabulary 64"
     begin(tmp_path, monkeypatch, f"mqar {words} --curriculum 2")
@@ -150,7 +150,7 @@ def test_a_run_begun_under_another_default_is_resumed_with_its_own_settings(tmp_
     assert train(tmp_path, "mqar", f"{words} --curriculum 3") == 0
 
 
-def test_what_is_left_out_is_what_the_run_was_begun_with(tmp_path, monkeypatch, capsys):
+def test_options_left_out_keep_the_values_of_the_run(tmp_path, monkeypatch, capsys):
     words = f"{TINY} --length 32 --eval-lengths 40 48 --neg-eigval --seed 7 --lr 0.01 --clip 2"
     assert train(tmp_path / "whole", "parity", words) == 0
     begin(tmp_path / "parts", monkeypatch, f"parity {words}")
@@ -175,14 +175,14 @@ def test_what_is_left_out_is_what_the_run_was_begun_with(tmp_path, monkeypatch, 
         ("parity --length 8", "parity --neg-eigval", "--neg-eigval is True here, but {} was started with False:"),
     ],
 )
-def test_what_differs_from_a_run_is_refused_by_its_own_name(tmp_path, monkeypatch, capsys, begun, words, complaint):
+def test_options_that_differ_from_a_run_are_refused_by_name(tmp_path, monkeypatch, capsys, begun, words, complaint):
     begin(tmp_path, monkeypatch, f"{begun} {TINY}")
     capsys.readouterr()
     assert main(["train", "--out", str(tmp_path), "--task", *words.split()]) == 2
     assert complaint.format(f"the run in {tmp_path}") in capsys.readouterr().err
 
 
-def test_a_run_says_its_curriculum_and_its_command_repeats_it(tmp_path, capsys):
+def test_a_run_prints_its_curriculum_and_its_command_repeats_it(tmp_path, capsys):
     tiny = f"{TINY} --length 32 --pairs 4 --vocabulary 64"
     assert train(tmp_path / "some", "mqar", tiny.replace("--steps 3", "--steps 4")) == 0
     assert "curriculum: the first 1 of 4 steps have shorter rows" in capsys.readouterr().out
@@ -194,7 +194,7 @@ def test_a_run_says_its_curriculum_and_its_command_repeats_it(tmp_path, capsys):
     assert "--curriculum 0" in command and "--lr-end 0" in command and "--neg-eigval" not in command
 
 
-def test_a_run_by_the_clock_that_ends_within_its_curriculum_says_so(tmp_path, capsys):
+def test_a_timed_run_that_ends_in_its_curriculum_says_so(tmp_path, capsys):
     words = f"{TINY} --length 32 --pairs 4 --vocabulary 64".replace("--steps 3", "--minutes 1e-9")
     assert train(tmp_path / "run", "mqar", words) == 0
     said = capsys.readouterr().out
@@ -202,7 +202,7 @@ def test_a_run_by_the_clock_that_ends_within_its_curriculum_says_so(tmp_path, ca
     assert "curriculum: the run ended within it, at step 1: it was trained on no whole row" in said
 
 
-def test_a_run_of_a_task_is_not_taken_up_as_another_and_does_not_speak(tmp_path, capsys):
+def test_a_run_of_a_task_is_neither_another_task_nor_a_text_model(tmp_path, capsys):
     assert train(tmp_path / "run", "parity", f"{TINY} --length 8") == 0
     assert train(tmp_path / "run", "s5", f"{TINY} --length 8") == 2
     assert "--task is 's5' here, but the run in" in capsys.readouterr().err
@@ -215,7 +215,7 @@ def tasks(out, *words):
     return main(["tasks", "--out", str(out), "--task", "parity", "--layers", "delta_net", *words, further])
 
 
-def test_the_table_has_every_run_and_runs_none_twice(tmp_path, monkeypatch, capsys):
+def test_the_table_has_every_run_and_repeats_none(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patched:
         stop_after(patched, step=2)
         assert tasks(tmp_path) == 130
@@ -245,7 +245,7 @@ def test_the_table_has_every_run_and_runs_none_twice(tmp_path, monkeypatch, caps
         (["--task", "parity", "s_niah", "--train=--length 4"], "s_niah: takes rows of at least 9 tokens"),
     ],
 )
-def test_what_one_run_refuses_is_refused_before_another_begins(tmp_path, capsys, words, complaint):
+def test_invalid_options_of_any_run_are_refused_first(tmp_path, capsys, words, complaint):
     assert main(["tasks", "--out", str(tmp_path / "out"), *words]) == 2
     told = capsys.readouterr()
     assert told.err.count("\n") == 1 and complaint in told.err and not told.out

@@ -69,7 +69,7 @@ def stop_after(monkeypatch, step):
     monkeypatch.setattr(Trainer, "_take_step", interrupted)
 
 
-def test_a_run_learns_and_leaves_curve_metrics_and_two_checkpoints(data, tmp_path, capsys):
+def test_a_run_learns_and_writes_curve_metrics_and_two_checkpoints(data, tmp_path, capsys):
     out = tmp_path / "run"
     assert train(data, out, "--steps", 30, "--eval-every", 10, "--save-every", 10, "--lr", 0.02) == 0
     said = capsys.readouterr().out
@@ -85,7 +85,7 @@ def test_a_run_learns_and_leaves_curve_metrics_and_two_checkpoints(data, tmp_pat
 
 
 @pytest.mark.parametrize("mode", [[], ["--packed"], ["--grad-accum", "2"], ["--dtype", "bfloat16"]])
-def test_an_interrupted_run_continues_with_the_very_losses(data, tmp_path, monkeypatch, capsys, mode):
+def test_an_interrupted_run_continues_with_equal_losses(data, tmp_path, monkeypatch, capsys, mode):
     words = ["--steps", 8, "--eval-every", 3, "--save-every", 100, *mode]
     assert train(data, tmp_path / "whole", *words) == 0
     with monkeypatch.context() as patched:
@@ -122,7 +122,7 @@ def test_processes_that_share_rows_take_the_steps_of_one(data, tmp_path, monkeyp
 
 
 @pytest.mark.long
-def test_ranks_see_a_refusal_and_make_nothing(data, tmp_path):
+def test_a_refusal_reaches_all_ranks_and_creates_nothing(data, tmp_path):
     arguments = ["--data", data, "--out", tmp_path / "run", "--layers", "gru", *TINY, "--cp", 2]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "wyfold"]
     done = subprocess.run([*launcher, "train", *map(str, arguments)], capture_output=True, text=True, check=False)
@@ -131,7 +131,7 @@ def test_ranks_see_a_refusal_and_make_nothing(data, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_ranks_that_nobody_started_are_refused(data, tmp_path, capsys):
+def test_ranks_without_a_launcher_are_refused(data, tmp_path, capsys):
     assert train(data, tmp_path / "run", "--cp", 2) == 2
     assert "--cp 2: start the processes by torchrun" in capsys.readouterr().err
 
@@ -147,7 +147,7 @@ def test_every_mixer_trains_and_resumes(data, tmp_path, monkeypatch, layers):
     assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
 
 
-def test_what_was_recorded_after_the_last_checkpoint_is_recorded_again_not_twice(data, tmp_path):
+def test_entries_after_the_last_checkpoint_are_not_duplicated(data, tmp_path):
     words = ["--steps", 6, "--eval-every", 100, "--save-every", 2]
     assert train(data, tmp_path / "run", *words) == 0
     whole = history(tmp_path / "run")
@@ -188,7 +188,7 @@ def wait_for_steps(process, file, count):
     raise AssertionError(f"no {count} steps within a minute: {process.communicate()}")
 
 
-def test_a_finished_run_is_left_as_it_is(data, tmp_path, capsys):
+def test_a_finished_run_is_not_changed(data, tmp_path, capsys):
     words = ["--steps", 2, "--save-every", 1]
     assert train(data, tmp_path / "run", *words) == 0
     before = newest(tmp_path / "run").stat().st_mtime_ns
@@ -225,7 +225,7 @@ def test_other_text_in_the_same_folder_is_refused(data, tmp_path, capsys):
     assert "the text of --data is not the one that the run in" in capsys.readouterr().err
 
 
-def test_a_loss_that_is_no_number_ends_the_run_before_the_update(data, tmp_path, monkeypatch, capsys):
+def test_a_nan_loss_ends_the_run_before_the_update(data, tmp_path, monkeypatch, capsys):
     loss = Trainer._loss
 
     def broken(self, batch: Batch):
@@ -242,7 +242,7 @@ def read_behind(monkeypatch):
     monkeypatch.setattr(World, "__init__", lambda self, device: vars(self).update(device=device, async_metrics=True))
 
 
-def test_a_run_that_reads_its_numbers_behind_is_the_same_run(data, tmp_path, monkeypatch):
+def test_a_run_with_deferred_reading_is_the_same_run(data, tmp_path, monkeypatch):
     """With prefetch and deferred reading, also around evaluations, checkpoints and an interruption."""
     words = ["--steps", 9, "--eval-every", 4, "--save-every", 3, "--grad-accum", 2]
     assert train(data, tmp_path / "waiting", *words) == 0
@@ -258,7 +258,7 @@ def test_a_run_that_reads_its_numbers_behind_is_the_same_run(data, tmp_path, mon
     assert weights(tmp_path / "behind") == weights(tmp_path / "waiting")
 
 
-def test_no_step_is_faster_than_the_host_could_ask_for_it(data, tmp_path, monkeypatch):
+def test_no_step_is_faster_than_its_launch(data, tmp_path, monkeypatch):
     """Before an evaluation or a checkpoint a step is read right after its launch; the device may be finished."""
     loss, clock = Trainer._loss, [0.0]
 
@@ -275,7 +275,7 @@ def test_no_step_is_faster_than_the_host_could_ask_for_it(data, tmp_path, monkey
     assert len(rates) == 7 and set(rates) == {max(rates), max(rates) // 2}
 
 
-def test_a_loss_that_is_no_number_changes_nothing_where_it_is_read_behind(data, tmp_path, monkeypatch, capsys):
+def test_a_nan_loss_changes_no_parameter_with_deferred_reading(data, tmp_path, monkeypatch, capsys):
     """Two steps are launched before the NaN is read; neither may change a parameter."""
     loss, runs, before = Trainer._loss, [], []
 
@@ -293,7 +293,7 @@ def test_a_loss_that_is_no_number_changes_nothing_where_it_is_read_behind(data, 
     assert runs[0].step == 6 and all(map(torch.equal, before, runs[0].model.parameters()))
 
 
-def test_by_the_clock_a_run_ends(data, tmp_path):
+def test_a_timed_run_ends(data, tmp_path):
     assert train(data, tmp_path / "run", "--minutes", 0.005, "--eval-every", 10**6) == 0
     spent = json.loads((newest(tmp_path / "run") / "training.json").read_text())["elapsed"]
     assert spent >= 0.3
@@ -309,7 +309,7 @@ def recipe(**changes):
     return Recipe(**{**values, **changes})
 
 
-def test_the_rate_warms_up_and_falls_along_a_cosine_to_its_end():
+def test_the_learning_rate_is_warm_up_and_cosine():
     rates = [recipe().learning_rate(step, step / 100) for step in range(101)]
     assert rates[0] < 0.11
     assert max(rates) == max(rates[9:12])
@@ -318,7 +318,7 @@ def test_the_rate_warms_up_and_falls_along_a_cosine_to_its_end():
     assert abs(rates[50] - 0.55) < 1e-12
 
 
-def test_weight_decay_reaches_matrices_and_nothing_else():
+def test_weight_decay_applies_to_matrices_only():
     model = build(recipe())
     decayed, spared = optimizer(model, recipe()).param_groups
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -332,14 +332,14 @@ def test_weight_decay_reaches_matrices_and_nothing_else():
     assert not any(name.endswith(("qkv.weight", "out.weight", "up.weight")) for name in spared_names)
 
 
-def test_seeds_differ_in_their_first_parameters_and_their_batches(data, tmp_path):
+def test_seeds_change_initial_parameters_and_batches(data, tmp_path):
     for seed in (0, 1):
         assert train(data, tmp_path / str(seed), "--steps", 2, "--seed", seed) == 0
     first, second = (history(tmp_path / str(seed)) for seed in (0, 1))
     assert all(a != b for a, b in zip(first, second, strict=True))
 
 
-def test_packed_documents_are_what_the_model_would_make_of_each_alone(data, tmp_path):
+def test_packed_documents_give_the_results_of_separate_ones(data, tmp_path):
     from wyfold.cli.corpus import read
 
     run = Trainer(recipe(packed=True, length=24), read(data), tmp_path / "run", torch.device("cpu"))
@@ -355,14 +355,14 @@ def test_packed_documents_are_what_the_model_would_make_of_each_alone(data, tmp_
     assert abs(together.item() - sum(alone).item() / batch.ids.numel()) < 1e-12
 
 
-def test_the_backend_asked_for_is_what_the_operators_are_asked_for(data, tmp_path, capsys, planned_as_cuda):
+def test_the_backend_option_reaches_the_operators(data, tmp_path, capsys, planned_as_cuda):
     assert train(data, tmp_path / "run", "--steps", 2, "--backend", "eager", "--packed") == 0
     assert len(planned_as_cuda) > 0 and {backend for _, backend in planned_as_cuda} == {"eager"}
     assert train(data, tmp_path / "unasked", "--steps", 2) == 1
     assert 'ask for it with backend="eager"' in capsys.readouterr().err
 
 
-def test_a_run_may_go_on_with_another_backend(data, tmp_path, monkeypatch, planned_as_cuda):
+def test_a_run_may_continue_with_another_backend(data, tmp_path, monkeypatch, planned_as_cuda):
     words = (data, tmp_path / "run", "--steps", 4)
     with monkeypatch.context() as context:
         stop_after(context, 2)
@@ -432,7 +432,7 @@ def test_replicas_of_ranks_take_the_steps_of_one_process(tmp_path):
     assert not failures_on_ranks([PROCESSES], tmp_path, __name__, "OF_A_GROUP")
 
 
-def test_the_share_of_the_peak_counts_every_product_once(data, tmp_path, capsys):
+def test_mfu_counts_every_product_once(data, tmp_path, capsys):
     from wyfold.cli import mfu
 
     words = ["--steps", 2, "--eval-every", 10, "--peak-tflops", 0.001, "--recompute", "blocks", "--grad-accum", 2]

@@ -25,12 +25,12 @@ LAUNCH = Launch("scan", "fp32 K16 V16 C64 scalar WF", "default")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_card_it_says_what_it_needs(capsys):
+def test_without_a_gpu_tune_says_what_it_needs(capsys):
     assert cli.main(["tune", "scan"]) == cli.FAILED
     assert "needs a CUDA device" in capsys.readouterr().err
 
 
-def test_a_stage_of_another_name_is_an_error(capsys):
+def test_an_unknown_stage_is_an_error(capsys):
     assert cli.main(["tune", "skan"]) == cli.USAGE
     assert "invalid choice: 'skan'" in capsys.readouterr().err
 
@@ -43,12 +43,12 @@ def test_the_shipped_configuration_is_tried_first_and_once():
     assert {config.blocks["BV"] for config in found} == {32, 64, 128}
 
 
-def test_no_candidate_asks_for_more_registers_than_there_are():
+def test_no_candidate_needs_more_registers_than_exist():
     for config in neighbours(replace(SHIPPED, warps=16)):
         assert 32 * config.warps * (config.registers or 0) <= 65_536
 
 
-def test_what_is_no_tile_is_left_alone():
+def test_parameters_other_than_tiles_are_not_varied():
     counts = Config(4, 1, {"TILE": 4096, "PROGRAMS": 1056})
     assert {tuple(config.blocks.items()) for config in neighbours(counts)} == {(("TILE", 4096), ("PROGRAMS", 1056))}
 
@@ -98,7 +98,7 @@ def tuner(monkeypatch) -> Tuner:
     return made
 
 
-def test_only_what_fits_and_is_right_is_timed(tuner: Tuner, monkeypatch):
+def test_only_candidates_that_fit_and_are_correct_are_timed(tuner: Tuner, monkeypatch):
     tiles = (64, 8, 16, 32, 128, 256)
     monkeypatch.setattr(tuning, "neighbours", lambda config: [replace(SHIPPED, blocks={"BV": n}) for n in tiles])
     found = {candidate.config.blocks["BV"]: candidate for candidate in tuner.tune()}
@@ -110,7 +110,7 @@ def test_only_what_fits_and_is_right_is_timed(tuner: Tuner, monkeypatch):
     assert all(found[n].milliseconds == 0 for n in (16, 32, 128, 256))
 
 
-def test_a_bug_is_no_refusal(tuner: Tuner, monkeypatch):
+def test_a_bug_is_not_a_refusal(tuner: Tuner, monkeypatch):
     def broken() -> None:
         raise ZeroDivisionError
 
@@ -143,7 +143,7 @@ def test_the_fastest_becomes_a_row_of_the_table(monkeypatch, tmp_path):
     assert cli.main([*words, "--arch", "sm_80"]) == cli.USAGE
 
 
-def test_the_configuration_in_trial_is_the_one_that_is_launched():
+def test_the_trial_configuration_is_launched():
     cpu, before = torch.device("cpu"), kernel_configs.tuned("scan.triton", LAUNCH.key, torch.device("cpu"))
     with kernel_configs.override_row("sm_90", "scan.triton", LAUNCH.key, Config(16, 7)):
         assert kernel_configs.tuned("scan.triton", LAUNCH.key, cpu) == Config(16, 7)

@@ -53,7 +53,7 @@ def test_every_floating_argument_has_its_gradient():
     assert set(got) == {"o", "state", "dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dh0"}
 
 
-def test_what_is_fed_back_is_no_multiple_of_what_was_drawn():
+def test_output_gradients_are_not_parallel_to_inputs():
     x = OPERATOR_SPECS["l2norm"].arguments(SMALL, torch.float64, 0)["x"]
     fed = incoming({"y": x}, 0)["y"]
     assert torch.linalg.matrix_rank(torch.stack([x.flatten(), fed.flatten()])) == 2
@@ -80,7 +80,7 @@ def test_a_wrong_gradient_fails(monkeypatch):
     assert failed == {"dk"}
 
 
-def test_what_is_right_ends_with_0_and_json(few, tmp_path, capsys):
+def test_correct_results_end_with_0_and_json(few, tmp_path, capsys):
     assert main(["verify", "--quick", "--seed", "4", "--out", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("cpu-*-verify-errors.json")
     record = json.loads(file.read_text())
@@ -95,7 +95,7 @@ def test_what_is_right_ends_with_0_and_json(few, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("holds", "code"), [(True, 0), (False, 1)])
-def test_a_row_decides_the_exit_code_and_keeps_its_record(holds, code, monkeypatch, tmp_path, capsys):
+def test_a_check_decides_the_exit_code_and_is_recorded(holds, code, monkeypatch, tmp_path, capsys):
     def check(scope):
         result = CheckResult(scope)
         result.case(holds, "broke here")
@@ -125,7 +125,7 @@ def test_the_device_is_in_the_name_the_record_and_the_table(few, tmp_path, capsy
 
 
 @pytest.mark.parametrize("name", OPERATOR_SPECS)
-def test_on_another_device_every_tensor_and_the_demand_arrive(name, monkeypatch):
+def test_tensors_and_backend_reach_another_device(name, monkeypatch):
     """Uses the device "meta", which every machine has; it has no data, so the operator's results are mocked."""
     spec, called = OPERATOR_SPECS[name], []
     arguments = spec.arguments(SMALL, torch.float32, 0)
@@ -137,7 +137,7 @@ def test_on_another_device_every_tensor_and_the_demand_arrive(name, monkeypatch)
     assert {x.device.type for x in called[0].values() if isinstance(x, torch.Tensor)} == {"meta"}
 
 
-def test_the_tables_choice_is_measured_and_eager_where_it_has_none(monkeypatch):
+def test_the_dispatched_backend_is_measured_else_eager(monkeypatch):
     monkeypatch.setattr(triton_support, "support_of", lambda device: triton_support.support_for("sm_90", "3.6.0"))
     monkeypatch.setattr(triton_support, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(kernel_configs, "processors", lambda device: 132)
@@ -154,7 +154,7 @@ def test_the_tables_choice_is_measured_and_eager_where_it_has_none(monkeypatch):
             assert OPERATOR_SPECS[name].backend(there) == backend
 
 
-def test_a_dtype_the_device_does_not_have_is_said_and_left_out(few, monkeypatch, tmp_path, capsys):
+def test_a_dtype_that_the_device_lacks_is_reported_and_skipped(few, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(verify, "missing_dtypes", lambda device: {"float64": "no such dtype here"})
     assert main(["verify", "--quick", "--out", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("cpu-*-verify-errors.json")
@@ -164,7 +164,7 @@ def test_a_dtype_the_device_does_not_have_is_said_and_left_out(few, monkeypatch,
     assert "float64 not run: cpu has none (no such dtype here)" in capsys.readouterr().out
 
 
-def test_what_a_device_lacks_is_asked_of_the_device():
+def test_missing_dtypes_are_found_on_the_device():
     class Narrow(torch.overrides.TorchFunctionMode):
         """A device without float64, like Apple's."""
 
@@ -178,19 +178,19 @@ def test_what_a_device_lacks_is_asked_of_the_device():
         assert verify.missing_dtypes(torch.device("cpu")) == {"float64": "no float64 here"}
 
 
-def test_a_device_that_is_not_there_is_refused(capsys):
+def test_a_missing_device_is_refused(capsys):
     assert main(["verify", "--device", "cuda:99"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("wyfold verify: argument --device: 'cuda:99' is not a device of this machine: ")
     assert said.count("\n") == 1
 
 
-def test_rows_of_the_scorecard_stay_on_the_cpu(capsys):
+def test_checks_of_the_scorecard_run_on_the_cpu(capsys):
     assert main(["verify", "--device", "cuda", "--row", "12"]) == 2
     assert "checks of the scorecard run on the CPU only" in capsys.readouterr().err
 
 
-def test_on_a_card(tmp_path):
+def test_on_a_gpu(tmp_path):
     """In a new process, without the suite's deterministic algorithms."""
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
