@@ -136,7 +136,7 @@ def test_numbers_of_ranks(word: str, world: int, found: list[int]):
 
 @pytest.mark.parametrize("word", ["0", "5", "two", "1,,2", "-1"])
 def test_invalid_numbers_of_ranks_are_refused(word: str):
-    with pytest.raises(UsageError, match="--ranks: must be numbers from 1 to 4, the processes that were started"):
+    with pytest.raises(UsageError, match="--ranks: must be numbers from 1 to 4, the number of processes"):
         scaling.counts(word, 4)
 
 
@@ -148,7 +148,7 @@ def test_ranks_without_a_launcher_are_refused(capsys):
 @pytest.mark.parametrize(
     "words, refusal",
     [
-        (["solve"], "OP: several processes run delta_rule, gdn, kda, ttt, got solve"),
+        (["solve"], "OP: several processes run delta_rule, gdn, kda, ttt only, got solve"),
         (["gdn", "--cold"], "--cold, --also and --mode graph need a single process"),
     ],
 )
