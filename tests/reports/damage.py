@@ -1,4 +1,4 @@
-"""Seeded variants of a run with one thing wrong in its files."""
+"""Seeded variants of a training run, each with one damaged file."""
 
 import json
 import os
@@ -24,12 +24,12 @@ class Variant:
     """One damaged run.
 
     Args:
-        kind: Of damage.
-        file: What was damaged, relative to the run.
-        what: In words, for a table or a failure.
-        signed: Whether the digests were computed again, so that only schemas and headers can find it.
-        interrupted: Whether the run is not finished, so that `train --resume` trains.
-        expected: Command -> exit status that it must have; of other commands it is left open.
+        kind: Kind of damage.
+        file: The damaged file, relative to the run.
+        what: Description for a table or a failure message.
+        signed: Whether the digests were recomputed, so that only schemas and headers can detect the damage.
+        interrupted: Whether the run is unfinished, so that `train --resume` trains.
+        expected: Command -> required exit status. Other commands may end either way.
     """
 
     kind: str
@@ -41,12 +41,12 @@ class Variant:
 
 
 def newest(run: Path) -> Path:
-    """Newest checkpoint."""
+    """Folder of the newest checkpoint."""
     return integrity.step_folders(run / "checkpoint")[-1]
 
 
 def files_of(run: Path) -> list[str]:
-    """Files of a run, relative to it, that a command reads: those of all checkpoints, its history and its result."""
+    """Files of a run that commands read, relative to the run: all checkpoints' files, the history and the result."""
     inside = sorted(path for path in (run / "checkpoint").rglob("*") if path.is_file())
     beside = [run / name for name in ("metrics.jsonl", "result.json") if (run / name).is_file()]
     return [path.relative_to(run).as_posix() for path in (*inside, *beside)]
@@ -55,9 +55,9 @@ def files_of(run: Path) -> list[str]:
 def variants(
     run: Path, target: Path, count: int, seed: int, kinds: Sequence[str] = ()
 ) -> Iterator[tuple[Variant, Path]]:
-    """Copies of a finished run in the folder `target`, each damaged in another way, one at a time.
+    """Copies of a finished run in the folder `target`, one after another, each with a different damage.
 
-    Half of them are interrupted first: their last checkpoint and their result are removed.
+    Half of the copies are made unfinished first: their last checkpoint and their result are removed.
     """
     kinds = kinds or tuple(KINDS)
     draw = random.Random(seed)
@@ -108,7 +108,7 @@ def overwritten(run: Path, draw: random.Random) -> tuple[str, str, bool]:
 
 
 def swapped(run: Path, draw: random.Random) -> tuple[str, str, bool]:
-    """Another file of the run in the place of this one, one of the older checkpoint among them."""
+    """Replace the file by another file of the run, possibly one of the older checkpoint."""
     name = draw.choice(files_of(run))
     here = (run / name).read_bytes()
     others = [path for path in (run / "checkpoint").rglob("*") if path.is_file() and path.read_bytes() != here]
@@ -119,7 +119,7 @@ def swapped(run: Path, draw: random.Random) -> tuple[str, str, bool]:
 
 
 def replaced(run: Path, draw: random.Random) -> tuple[str, str, bool]:
-    """Something that is no such file."""
+    """Replace the file by something that is not a file of its kind."""
     name = draw.choice(files_of(run))
     file = run / name
     file.unlink()
@@ -139,19 +139,19 @@ def replaced(run: Path, draw: random.Random) -> tuple[str, str, bool]:
 
 
 def retyped(run: Path, draw: random.Random) -> tuple[str, str, bool]:
-    """A value in a JSON file that has another type."""
+    """Change the type of a value in a JSON file."""
     values = [None, "text", "", [], {}, True, 0.5, -1, [[[]]], {"a": {"b": {}}}, "1", "nan"]
     return _changed(run, draw, lambda old: draw.choice([value for value in values if type(value) is not type(old)]))
 
 
 def huge(run: Path, draw: random.Random) -> tuple[str, str, bool]:
-    """A number in a JSON file that is none, or beyond all sense."""
+    """Replace a number in a JSON file by one that is not finite or absurdly large."""
     values = ["NaN", "Infinity", "-Infinity", "1e999", "-1", "0", "1e308", "1" + "0" * 12, "1" + "0" * 30, "9" * 5000]
     return _changed(run, draw, lambda old: _Literal(draw.choice(values)), numbers=True)
 
 
 def renamed(run: Path, draw: random.Random) -> tuple[str, str, bool]:
-    """A field of a JSON file that is missing, has another name, or is one too many."""
+    """Remove, rename or add a field of a JSON file."""
     name, data = _some_json(run, draw)
     holder, key = draw.choice([place for place in _places(data) if isinstance(place[1], str)])
     what = draw.choice(["missing", "renamed", "added"])
@@ -164,7 +164,7 @@ def renamed(run: Path, draw: random.Random) -> tuple[str, str, bool]:
 
 
 def patterns(run: Path, draw: random.Random) -> tuple[str, str, bool]:
-    """A pattern of layers that is not what the tensors are of."""
+    """Change the layer pattern to one that does not match the tensors."""
     folder = newest(run)
     word = draw.choice(["gdn*1000000000", "gdn*" + "9" * 5000, "", "mamba", "gdn " * 10_000, "kda attention", "gdn*0"])
     for file, path in (
@@ -181,7 +181,7 @@ def patterns(run: Path, draw: random.Random) -> tuple[str, str, bool]:
 
 
 def headers(run: Path, draw: random.Random) -> tuple[str, str, bool]:
-    """A safetensors header that says something else of the tensors."""
+    """Make a safetensors header contradict its tensors."""
     name = draw.choice([name for name in files_of(run) if name.endswith(".safetensors")])
     content = (run / name).read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
@@ -211,7 +211,7 @@ def headers(run: Path, draw: random.Random) -> tuple[str, str, bool]:
 
 
 def nulled(run: Path, draw: random.Random) -> tuple[str, str, bool, dict[str, int]]:
-    """Null in the place of a field that may be missing, or may not be null."""
+    """Set a field to null, which the schema may or may not allow."""
     name = draw.choice(_records(run))
     data = json.loads((run / name).read_text())
     places = [(data["recipe"], key.name) for key in msgspec.structs.fields(schema.Settings) if not _may_be_null(key)]
@@ -230,7 +230,7 @@ def nulled(run: Path, draw: random.Random) -> tuple[str, str, bool, dict[str, in
 
 
 def dropped(run: Path, draw: random.Random) -> tuple[str, str, bool, dict[str, int]]:
-    """A field that may be missing is missing."""
+    """Remove an optional field."""
     name = draw.choice(_records(run))
     data = json.loads((run / name).read_text())
     recipe = msgspec.structs.fields(schema.Settings)
@@ -244,7 +244,7 @@ def dropped(run: Path, draw: random.Random) -> tuple[str, str, bool, dict[str, i
         places += [(data, key) for key in ("date", "command", "commit", "accuracy_at") if key in data]
     holder, key = draw.choice(places)
     if isinstance(holder, int):
-        # A history is in two files, which are compared.
+        # A history is stored in two files, which are compared.
         del data["history"][holder][key]
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         del lines[holder][key]
@@ -259,7 +259,7 @@ def dropped(run: Path, draw: random.Random) -> tuple[str, str, bool, dict[str, i
 
 
 def _records(run: Path) -> list[str]:
-    """The newest checkpoint's record, and the result where there is one."""
+    """The newest checkpoint's record, and the result if there is one."""
     record = (newest(run) / "training.json").relative_to(run).as_posix()
     return [record, *(["result.json"] if (run / "result.json").exists() else [])]
 
@@ -290,7 +290,7 @@ KINDS: dict[str, Callable[[Path, random.Random], tuple[Any, ...]]] = {
 
 
 class _Literal:
-    """A number as it stands in a file."""
+    """A number as it is spelled in a file."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -321,7 +321,7 @@ def _some_json(run: Path, draw: random.Random) -> tuple[str, Any]:
 
 
 def _places(data: Any) -> list[tuple[Any, Any]]:
-    """(container, key) of every value inside."""
+    """(container, key) of every nested value."""
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     return [place for key, value in items for place in ((data, key), *_places(value))]
 

@@ -1,4 +1,4 @@
-"""The layer of Kimi Delta Attention has a bounded gate, but `wyfold train` and `wyfold tasks` could not ask for it."""
+"""`wyfold train` and `wyfold tasks` had no option for the bounded gate of the KDA layer."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def checkpoint(out: Path) -> Path:
 
 @pytest.fixture
 def bounded(tmp_path: Path) -> Path:
-    """A run of a bounded model, finished after one step."""
+    """A one-step run of a model with a bounded gate."""
     assert train(tmp_path / "run", "--layers kda --kda-lower-bound -5 --steps 1") == 0
     return tmp_path / "run"
 

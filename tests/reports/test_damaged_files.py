@@ -1,9 +1,9 @@
-"""Damaged files of a run are named with what is wrong in them, and nothing that is whole is lost.
+"""A damaged file of a run is reported by name, and undamaged data is never overwritten.
 
-At 2ae98e3 a checkpoint that was damaged at its right size ended in a traceback, or ran for a minute; a flipped bit was
-resumed from; and a run whose only checkpoint was cut short began again at step 0, over the metrics of the earlier run.
+At 2ae98e3 a checkpoint with damage at its correct size ended in a traceback or ran for a minute, and a flipped bit was
+resumed from. A run whose only checkpoint was truncated restarted at step 0 and overwrote the earlier metrics.
 
-`--draws N` draws so many variants and runs each command in a separate process, and prints a table of the results.
+`--draws N` draws N variants, runs each command in a separate process, and prints a table of the results.
 """
 
 import collections
@@ -28,7 +28,7 @@ from wyfold.cli.recipe import Recipe
 from wyfold.models import MIXERS, Decoder, DecoderConfig
 
 SEED = 26
-FEW_OF_A_KIND = 4  # two of them of an interrupted run
+VARIANTS_PER_KIND = 4  # two of each kind from an interrupted run
 TINY = "--depth 2 --width 16 --heads 2 --head-dim 8 --window 8 --batch 2 --length 24 --warmup 2 --eval-bytes 96".split()
 
 
@@ -47,17 +47,17 @@ def train(text, out, *words):
 
 
 def commands(run, folder):
-    """What is done with a damaged run: name -> words."""
+    """Commands to run on a damaged run: name -> arguments."""
     return {
         "generate": ["generate", str(folder), "--prompt", "one", "--max-bytes", "2", "--temperature", "0"],
         "report": ["report", str(folder), "--out", str(folder.parent / "page.html")],
-        # Last, since it changes the run where it trains.
+        # Last, because training changes the run.
         "train --resume": train(run.parent / "text.txt", folder, "--resume"),
     }
 
 
 def contents(run):
-    """Every checkpoint that is whole: its name and all bytes in it."""
+    """Every undamaged checkpoint: its name and all its bytes."""
     return {
         folder.name: [(file.name, file.read_bytes()) for file in sorted(folder.rglob("*")) if file.is_file()]
         for folder in integrity.step_folders(run / "checkpoint")
@@ -76,7 +76,7 @@ def task_run(tmp_path_factory):
 
 
 def resumed(run, folder):
-    """What is done with a damaged run of a task, of which no text can be generated."""
+    """Commands to run on a damaged run of a task, which cannot generate text."""
     return {
         "report": commands(run, folder)["report"],
         "train --resume": ["train", "--resume", "--out", str(folder)],
@@ -91,14 +91,14 @@ def resumed(run, folder):
         ("task_run", resumed, ("retyped", "huge", "renamed", "nulled", "dropped")),
     ],
 )
-def test_every_damaged_variant_is_refused_by_name_or_goes_through(
+def test_every_damaged_variant_is_refused_by_name_or_accepted(
     learned, asked, kinds, draws_page, tmp_path, capsys, request
 ):
     if draws_page:
         need_plotly()
     draws, run = request.config.getoption("--draws"), request.getfixturevalue(learned)
     found = collections.defaultdict(list)
-    for variant, folder in damage.variants(run, tmp_path / "run", draws or FEW_OF_A_KIND * len(kinds), SEED, kinds):
+    for variant, folder in damage.variants(run, tmp_path / "run", draws or VARIANTS_PER_KIND * len(kinds), SEED, kinds):
         whole, continued = contents(folder), damage.newest(folder).name
         history = read_or_none(folder / "metrics.jsonl")
         chosen = {name: words for name, words in asked(run, folder).items() if (name == "report") == draws_page}
@@ -106,7 +106,7 @@ def test_every_damaged_variant_is_refused_by_name_or_goes_through(
             began = time.perf_counter()
             code, said = in_process(words, capsys) if draws is None else as_process(words)
             found[variant.kind, command].append((code, time.perf_counter() - began, variant))
-            # What was changed together with its digests may ask for a rate at which nothing is learned.
+            # A signed change may set a learning rate at which nothing is learned.
             diverged = f"What is in {folder / 'checkpoint'} is from before; a smaller --lr may help" in said
             may_diverge = command == "train --resume" and variant.signed and variant.interrupted
             assert code in (0, 2) or (code == 1 and diverged and may_diverge), (variant, command, code, said)
@@ -114,13 +114,13 @@ def test_every_damaged_variant_is_refused_by_name_or_goes_through(
             assert "Traceback" not in said, (variant, command, said)
             if code == 2:
                 assert len(said.strip().splitlines()) == 1, (variant, command, said)
-                # What was changed together with its digests may be another run, of other settings.
+                # A signed change may be a valid run with other settings.
                 assert str(folder) in said and ("damaged" in said or variant.signed), (variant, command, said)
                 assert read_or_none(folder / "metrics.jsonl") == history, (variant, command)
             if code == 0 and variant.signed:
-                whole.pop(continued, None)  # a run that was made an unfinished one writes its last checkpoint again
+                whole.pop(continued, None)  # an unfinished run writes its last checkpoint again
             assert whole.items() <= contents(folder).items(), (variant, command)
-        # What a digest covers, and what a file lies beside, is never taken for what it was.
+        # Damage that a digest covers, or that another file contradicts, is never accepted.
         covered = not variant.signed and variant.file.startswith(f"checkpoint/{continued}/")
         for command in chosen if covered and not draws_page else ():
             assert found[variant.kind, command][-1][0] == 2, (variant, command)
@@ -171,7 +171,7 @@ def flip(file, place=-1):
 
 
 def test_one_bit_of_a_weight_or_a_moment_is_found(copy, run, capsys):
-    """24 of 24 such bits were resumed from without a word, 11 of them to another end."""
+    """Earlier, 24 of 24 such bits were resumed from without an error, 11 of them with a different result."""
     for name in ("model/model.safetensors", "training.safetensors"):
         flip(newest(copy) / name)
         for command in ("generate", "train --resume"):
@@ -183,8 +183,8 @@ def test_one_bit_of_a_weight_or_a_moment_is_found(copy, run, capsys):
     assert in_process(commands(run, copy)["train --resume"], capsys)[0] == 0
 
 
-def test_a_run_whose_only_checkpoint_is_damaged_is_not_begun_again(copy, run, capsys):
-    """It restarted from step 0 and wrote over the metrics and the curve of the earlier run."""
+def test_a_run_whose_only_checkpoint_is_damaged_is_not_restarted(copy, run, capsys):
+    """It restarted from step 0 and overwrote the metrics and the curve of the earlier run."""
     shutil.rmtree(copy / "checkpoint" / "step-00000002")
     file = newest(copy) / "model" / "model.safetensors"
     os.truncate(file, 1000)
@@ -198,7 +198,7 @@ def test_a_run_whose_only_checkpoint_is_damaged_is_not_begun_again(copy, run, ca
     assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == kept
 
 
-def test_a_damaged_run_is_begun_again_where_that_is_asked_for(copy, run, capsys):
+def test_a_damaged_run_is_restarted_on_request(copy, run, capsys):
     shutil.rmtree(copy / "checkpoint" / "step-00000002")
     flip(newest(copy) / "training.json")
     metrics, damaged = (copy / "metrics.jsonl").read_bytes(), (newest(copy) / "training.json").read_bytes()
@@ -208,7 +208,7 @@ def test_a_damaged_run_is_begun_again_where_that_is_asked_for(copy, run, capsys)
     assert contents(copy)["step-00000004"]
 
 
-def test_an_older_checkpoint_is_continued_from_where_that_is_asked_for(copy, run, capsys):
+def test_an_older_checkpoint_is_resumed_from_on_request(copy, run, capsys):
     expected = (newest(run) / "model" / "model.safetensors").read_bytes()
     (newest(copy) / "training.json").write_text("{}")
     code, said = in_process(train(run.parent / "text.txt", copy, "--if-damaged", "restart"), capsys)
@@ -230,7 +230,7 @@ def test_a_folder_that_is_no_run_is_not_taken_over(run, tmp_path, capsys):
         assert [path.read_text() for path in folder.rglob("*") if path.is_file()] == ["mine"]
 
 
-def test_folders_of_others_among_the_checkpoints_are_left(copy, run):
+def test_foreign_folders_among_the_checkpoints_are_kept(copy, run):
     for name in ("step-notes", "step-00000001"):
         (copy / "checkpoint" / name).mkdir()
         (copy / "checkpoint" / name / "mine.txt").write_text("mine")
@@ -241,7 +241,7 @@ def test_folders_of_others_among_the_checkpoints_are_left(copy, run):
 
 
 def test_links_planted_under_temporary_names_are_not_followed(copy, run, tmp_path):
-    """Every writer of a run's folder is tried under the names it once used, and under the name it writes."""
+    """Every writer of a run's folder is tested with links under its former and current temporary names."""
     outside = tmp_path / "outside.txt"
     outside.write_text("mine")
     shutil.rmtree(newest(copy))
@@ -258,7 +258,7 @@ def test_links_planted_under_temporary_names_are_not_followed(copy, run, tmp_pat
 
 
 def test_two_processes_do_not_train_into_one_folder(copy, run, tmp_path, capsys):
-    """Both wrote: 26 rows of metrics for 25 steps."""
+    """Both used to write: 26 rows of metrics for 25 steps."""
     before = (copy / "metrics.jsonl").read_bytes()
     with rundir.locked(copy):
         for words in ([], ["--resume"]):
@@ -306,9 +306,9 @@ RESULTS = {
 
 @pytest.mark.parametrize("kind", RESULTS)
 def test_results_of_other_verbs_are_read_by_their_schema(kind, tmp_path, capsys):
-    """Each of them was a traceback of `report`."""
+    """Each of these files ended in a traceback of `report`."""
     record = RESULTS[kind]
-    if kind == "bench":  # whole, but for times that are none
+    if kind == "bench":  # valid except for its times
         record["rows"][0] |= {"milliseconds": {"median": "fast"}, "worst_error": "nan", "worst_tensor": "o"}
     (tmp_path / "result.json").write_text(json.dumps(record))
     code, said = in_process(["report", str(tmp_path), "--out", str(tmp_path / "x.html")], capsys)
@@ -318,14 +318,14 @@ def test_results_of_other_verbs_are_read_by_their_schema(kind, tmp_path, capsys)
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, '{"a": ' * 500 + "1" + "}" * 500, '{"a": NaN}', '{"a": "\\ud800"}', ""]
 )
-def test_json_that_is_none_or_too_deep_is_refused(text, tmp_path, capsys):
+def test_invalid_or_too_deep_json_is_refused(text, tmp_path, capsys):
     (tmp_path / "result.json").write_text(text)
     code, said = in_process(["report", str(tmp_path), "--out", str(tmp_path / "x.html")], capsys)
     assert code == 2 and f"{tmp_path / 'result.json'} is damaged: it" in said
 
 
-def test_a_result_whose_error_is_no_number_is_drawn(tmp_path):
-    """`results.write` spells it as a word."""
+def test_a_result_with_a_nan_error_is_drawn(tmp_path):
+    """`results.write` stores a NaN or infinity as a word."""
     need_plotly()
     times = {"median": 1.0, "quartile1": 0.9, "quartile3": 1.1}
     row = RESULTS["bench"]["rows"][0] | {"milliseconds": times, "worst_error": "nan", "worst_tensor": "o"}
@@ -395,8 +395,8 @@ UNLIKE_DEFAULTS = {
 
 
 @pytest.mark.parametrize("pattern", ["gdn attention", "attention"])
-def test_fields_missing_beside_weights_are_defaults_or_refused(pattern, tmp_path):
-    """A hand-written file, or one from before a field was added. No field that is left out gives another model."""
+def test_fields_missing_next_to_weights_are_defaults_or_refused(pattern, tmp_path):
+    """For hand-written files and files from before a field existed. A missing field never changes the model."""
     config = DecoderConfig(**UNLIKE_DEFAULTS | {"pattern": pattern})
     model = Decoder(config)
     model.save(tmp_path)
@@ -412,7 +412,7 @@ def test_fields_missing_beside_weights_are_defaults_or_refused(pattern, tmp_path
             continue
         assert torch.equal(loaded(ids)[0], model(ids)[0]), missing
     assert {"head_dim", "norm_eps", "options"} <= refused
-    # Value heads are the heads here, and attention has neither value heads nor a convolution.
+    # Value heads equal heads here; attention has neither value heads nor a convolution.
     ignored = {"num_v_heads", "head_v_dim", "conv_size"} if pattern == "attention" else {"num_v_heads"}
     assert fields.keys() - refused == ignored
 
@@ -425,18 +425,18 @@ def test_a_configuration_with_defaults_left_out_loads(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(given))
     assert Decoder.load(tmp_path).config == model.config
     assert main(["generate", str(tmp_path), "--prompt", "x", "--max-bytes", "1"]) == 0
-    assert DecoderConfig.from_json("{}") == DecoderConfig()  # beside no weights every field has its default
+    assert DecoderConfig.from_json("{}") == DecoderConfig()  # without weights every field has its default
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_tensors_tell_which_model_it_is_once_three_fields_are_given(mixer):
-    """The reason why `Decoder.load` requires head_dim, norm_eps and options, and nothing else."""
+def test_tensors_and_three_fields_identify_the_model(mixer):
+    """Shows why `Decoder.load` requires exactly head_dim, norm_eps and options."""
     settings = {}
     for H, HV, V, conv in itertools.product((1, 2, 4), (None, 2, 4), (None, 4, 8), (2, 4)):
         sizes = {"num_heads": H, "num_v_heads": HV, "head_v_dim": V, "conv_size": conv}
         try:
             config = DecoderConfig(**SMALL, **sizes, pattern=mixer, head_dim=8)
-        except (TypeError, ValueError):  # value heads that are no multiple of the heads
+        except (TypeError, ValueError):  # value heads that are not a multiple of the heads
             continue
         with torch.device("meta"):
             model = Decoder(config)
@@ -468,8 +468,8 @@ def test_damaged_weights_are_refused_in_a_library_too(damaged, tmp_path, capsys)
     assert code == 2 and str(file) in said and "damaged" in said
 
 
-def test_nothing_is_built_before_sizes_are_known(tmp_path, monkeypatch):
-    """A configuration of legal sizes that the tensors do not have: 16 million channels, 60 thousand layers."""
+def test_no_model_is_built_before_sizes_are_compared(tmp_path, monkeypatch):
+    """A legal configuration that contradicts the tensors: 16 million channels, 60 thousand layers."""
     fields = saved(tmp_path)
     monkeypatch.setattr(Decoder, "__init__", lambda *arguments, **options: pytest.fail("a model was built"))
     for change in ({"hidden_size": 2**24}, {"num_layers": 60_000}, {"vocab_size": 2**31 - 1}):
@@ -503,7 +503,7 @@ def sign(folder):
     integrity.write_sums(folder)
 
 
-def test_shards_of_several_processes_are_held_to_the_same(copy, run, capsys):
+def test_shards_of_several_processes_are_checked_too(copy, run, capsys):
     folder = newest(copy)
     stored = [folder / "model" / "model.safetensors", folder / "training.safetensors"]
     sharded_checkpoint.write(folder / "shards", load_file(stored[0]) | load_file(stored[1]))
@@ -517,7 +517,7 @@ def test_shards_of_several_processes_are_held_to_the_same(copy, run, capsys):
         code, said = in_process(commands(run, copy)[command], capsys)
         assert code == 2 and f"{shard} is damaged: its SHA-256 is " in said
     flip(shard)
-    # Changed together with the digests: nothing is built that the tensors do not account for.
+    # Signed changes: no model is built that the tensors contradict.
     kept = {name: (folder / name).read_text() for name in ("model/config.json", "training.json")}
     for field, setting, value, complaint in (
         ("num_layers", "depth", 60_000, "its files have 2 layers, model/config.json 60000"),
@@ -543,8 +543,8 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-def test_a_disk_that_takes_no_more_is_one_sentence(copy, run):
-    """A limit on the size of a file stands for a full disk: both fail within the serializer's write."""
+def test_a_full_disk_is_one_sentence(copy, run):
+    """A file size limit simulates a full disk: both fail within the serializer's write."""
     shutil.rmtree(newest(copy))
     before = contents(copy)
     words = train(run.parent / "text.txt", copy)
@@ -576,7 +576,7 @@ REFUSED_RECIPES = {
 
 
 def with_recipe(run, copy, field):
-    """A copy of a run, interrupted after its first checkpoint, whose record asks for what is refused."""
+    """A copy of a run, interrupted after its first checkpoint, whose record has a setting that is refused."""
     shutil.copytree(run, copy)
     shutil.rmtree(newest(copy))
     file = newest(copy) / "training.json"
@@ -590,7 +590,7 @@ def with_recipe(run, copy, field):
 
 @pytest.mark.parametrize("field", REFUSED_RECIPES)
 def test_a_stored_recipe_that_is_refused_is_named_with_its_run(field, task_run, tmp_path, capsys):
-    """The refusal named an option that was not on the command line, and no file."""
+    """The error named an option that was not on the command line, and no file."""
     code, said = in_process(with_recipe(task_run, tmp_path / "copy", field), capsys)
     complaint = REFUSED_RECIPES[field][1]
     assert code == 2 and f"{tmp_path / 'copy'}: the recipe of this run is refused: {complaint}" in said
@@ -617,7 +617,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.parametrize("command", ["generate", "train --resume", "report"])
 def test_damage_is_reported_before_torch_is_imported(copy, run, command):
-    """Importing it takes longer than all that is looked at."""
+    """Importing torch takes longer than all of the checks."""
     flip(newest(copy) / "training.json")
     words = commands(run, copy)[command]
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *words], capture_output=True, text=True)

@@ -1,5 +1,6 @@
-"""A batch with a `SequenceLayout` in it stayed on the CPU: data loaders and hooks move what has `to` and pin what has
-`pin_memory`."""
+"""A `SequenceLayout` in a batch stayed on the CPU. Data loaders and hooks move objects with a method `to`, and pin
+those with `pin_memory`.
+"""
 
 import copy
 import pickle
@@ -39,7 +40,7 @@ def test_a_layout_is_pinned_with_its_batch(number, monkeypatch):
     layout = layouts()[number]
     found = pin_memory((torch.zeros(1), layout))[1]
     assert type(found) is type(layout) and found is not layout
-    assert len(pinned) == 2 + number  # the tensor beside it, the boundaries, and the mask
+    assert len(pinned) == 2 + number  # the batch's tensor, the boundaries, and the mask
     assert torch.equal(found.cu_seqlens, layout.cu_seqlens) and found.longest == layout.longest
 
 

@@ -1,6 +1,8 @@
-"""`wyfold train --task parity --lr 1e300` ended well, with a checkpoint of NaN weights: the loss before the update was
-finite, and logits that are NaN have a largest one. `--eval-lengths` for which memory does not suffice failed after the
-last step. Lines on a terminal wrote the control characters of a folder's name as they were.
+"""Diverged runs and failing evaluations of `wyfold train`, and control characters on a terminal.
+
+`wyfold train --task parity --lr 1e300` succeeded with a checkpoint of NaN weights: the loss before the update was
+finite, and argmax accepts NaN logits. `--eval-lengths` beyond the available memory failed after the last step. Progress
+lines wrote control characters of a folder's name to the terminal.
 """
 
 import io
@@ -27,18 +29,18 @@ def kept(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("checkpoint/*"))
 
 
-def spoil_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """The update after so many steps makes a parameter NaN; the losses until then are finite."""
+def diverge_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Make a parameter NaN in the update after `step` steps; the losses until then are finite."""
     take = Trainer._take_step
 
-    def spoiling(self: Trainer):
+    def diverging(self: Trainer):
         found = take(self)
         if self.step == step:
             with torch.no_grad():
                 next(self.model.parameters()).view(-1)[0] = torch.nan
         return found
 
-    monkeypatch.setattr(Trainer, "_take_step", spoiling)
+    monkeypatch.setattr(Trainer, "_take_step", diverging)
 
 
 ENDS = {"1": "step 1: parameters are infinite or NaN after the update", "3": "step 2: loss nan, gradient norm nan"}
@@ -54,8 +56,8 @@ def test_parameters_that_are_not_finite_end_a_task(tmp_path: Path, capsys: pytes
 
 
 def test_whole_checkpoints_are_not_replaced(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
-    """Step 3 is saved between two looks, before the loss of the next step is known."""
-    spoil_after(monkeypatch, 3)
+    """Step 3 is saved between two checks, before the loss of the next step is known."""
+    diverge_after(monkeypatch, 3)
     assert parity(tmp_path / "run", "--steps", "6", "--save-every", "1", "--eval-every", "100") == 1
     assert "step 3: parameters are infinite or NaN after the update" in capsys.readouterr().err
     assert kept(tmp_path / "run") == ["step-00000001", "step-00000002"]
@@ -64,7 +66,7 @@ def test_whole_checkpoints_are_not_replaced(tmp_path: Path, capsys, monkeypatch:
 
 
 def test_an_interrupted_run_does_not_save_them(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
-    spoil_after(monkeypatch, 2)
+    diverge_after(monkeypatch, 2)
     take = Trainer._take_step
 
     def stopping(self: Trainer):
@@ -80,7 +82,7 @@ def test_an_interrupted_run_does_not_save_them(tmp_path: Path, capsys, monkeypat
 
 @pytest.mark.parametrize(("length", "name"), [(8, "accuracy"), (16, "accuracy of rows of 16")])
 def test_logits_that_are_nan_end_a_task(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, length: int, name):
-    """Of finite parameters; the losses of training are finite."""
+    """The parameters and the training losses are finite."""
     forward = Decoder.forward
 
     def broken(self, ids, labels=None, **where):
@@ -99,13 +101,13 @@ def test_logits_that_are_nan_end_a_task(tmp_path: Path, capsys, monkeypatch: pyt
 # --- --eval-lengths --------------------------------------------------------------------------------------------------
 
 
-def test_lengths_beyond_what_a_batch_may_have(tmp_path: Path, capsys):
+def test_lengths_beyond_the_limit_of_a_batch_are_refused(tmp_path: Path, capsys):
     assert parity(tmp_path / "run", "--steps", "1", "--eval-lengths", "16", str(2**27 + 1)) == 2
     assert f"--eval-lengths {2**27 + 1}: must be at most {2**27}" in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_lengths_that_memory_does_not_suffice_for(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+def test_lengths_beyond_memory_are_refused(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
     forward = Decoder.forward
 
     def small(self, ids, labels=None, **where):
@@ -134,7 +136,8 @@ def test_lengths_are_tried_without_a_change_to_the_run(tmp_path: Path):
     assert losses[0] == losses[1] and len(losses[0]) == 2
 
 
-# --- what a terminal shows -------------------------------------------------------------------------------------------
+# --- output on a terminal
+# ----------------------------------------------------------------------------------------------
 
 
 class Terminal(io.StringIO):

@@ -1,6 +1,6 @@
-"""An exception without arguments made the command line's error printer raise IndexError itself.
+"""An exception without arguments made the command line's error printer raise IndexError.
 
-Whatever a verb raises, its user reads one line (or, of a bug, the traceback of that bug), and gets the exit code.
+For any exception the user gets one line and the exit code; for a bug, its own traceback.
 """
 
 import importlib
@@ -16,8 +16,8 @@ from wyfold import cli
 from wyfold.cli.bench.runner import error_line
 
 
-class Mute(OSError):
-    """An exception whose text cannot be had."""
+class Unprintable(OSError):
+    """An exception whose `__str__` raises."""
 
     def __str__(self) -> str:
         raise ValueError("no text")
@@ -30,7 +30,7 @@ ENDINGS = [
     (MemoryError("first\nsecond"), 1, "not enough memory: first second"),
     (OSError(), 1, "OSError"),
     (PermissionError(13, "Permission denied", "a\nb\x1b[2J\ud800"), 1, None),
-    (Mute(), 1, "Mute"),
+    (Unprintable(), 1, "Unprintable"),
     (cli.UsageError(), 2, "UsageError"),
     (cli.Failure(""), 1, "Failure"),
     (cli.UsageError("a name with\na line end"), 2, "a name with a line end"),
@@ -54,7 +54,7 @@ def ended(raised: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @pytest.mark.parametrize(("raised", "code", "message"), ENDINGS, ids=lambda value: repr(value)[:40])
-def test_whatever_is_raised_is_said_in_one_line(raised, code, message, monkeypatch, capsys):
+def test_any_exception_is_reported_in_one_line(raised, code, message, monkeypatch, capsys):
     assert ended(raised, monkeypatch) == code
     printed = capsys.readouterr().err
     if message is None:
@@ -106,4 +106,4 @@ def test_without_standard_output_help_is_silent():
 
 def test_a_row_of_bench_quotes_any_exception():
     assert error_line(RuntimeError()) == "RuntimeError: RuntimeError"
-    assert error_line(Mute()) == "Mute: Mute"
+    assert error_line(Unprintable()) == "Mute: Mute"

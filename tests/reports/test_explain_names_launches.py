@@ -1,8 +1,8 @@
-"""`explain` named Gluon's kernels where a call launched Triton's: where rows of v began at an odd address, where states
-on the way were wanted, and in the backward of `o.sum().backward()`, whose gradient is expanded. `compiles` named the
-kernel of another gate.
+"""`explain` named Gluon kernels where a call launched Triton kernels.
 
-No card is needed: launches are recorded where a kernel would be launched, as on an H100.
+It did so if rows of v began at an odd address, if intermediate states were requested, and in the backward of
+`o.sum().backward()`, whose gradient is expanded. `compiles` named the kernel of another gate. No GPU is needed:
+launches are recorded instead of executed, as on an H100.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ RULES = ("delta_rule", "gated_delta_rule", "kda")
 
 
 def drawn(rule: str, B: int = 1, T: int = 128) -> Call:
-    """A call of the widths that Gluon serves on an H100, in 16 bits, whose gradients are wanted."""
+    """Arguments with gradients, in 16 bits, of widths that have Gluon kernels on an H100."""
     a = inputs.draw("random", rule, Shape(B, T, 1, 1, 128, 128), dtype=torch.bfloat16)
     for x in a.values():
         x.requires_grad_()
@@ -31,7 +31,7 @@ def drawn(rule: str, B: int = 1, T: int = 128) -> Call:
 
 
 def laid_out(x: Tensor, step: int, first: int = 0) -> Tensor:
-    """x with rows `step` numbers apart, behind so many numbers."""
+    """A copy of x with `step` elements from row to row, after `first` elements."""
     memory = x.new_empty(x.shape[:-1].numel() * step + first)
     return memory[first:].view(*x.shape[:-1], step)[..., : x.shape[-1]].copy_(x.detach()).requires_grad_()
 
@@ -47,7 +47,7 @@ def wide_rows(rule: str) -> Call:
 
 
 def part_of_longer_rows(rule: str) -> Call:
-    """Two rows whose distance is not their length."""
+    """A copy whose row stride exceeds its row length."""
     a = drawn(rule, B=2, T=192)
     return a | {name: a[name].detach()[:, :128].requires_grad_() for name in ("q", "k", "v", "g", "beta") if name in a}
 
@@ -77,7 +77,7 @@ GRADIENTS = {
 
 
 def launches(run: Callable[[], object]) -> list[tuple[str, str]]:
-    """(stage and language, kernel) of what `run` launches, in order."""
+    """(kernel folder and language, kernel) of every launch of `run`, in order."""
     seen: list[tuple[str, str]] = []
     with aot.pretending("sm_90", lambda kernel, *_, **__: seen.append((aot.named(kernel), kernel.fn.__name__))):
         run()
@@ -85,7 +85,7 @@ def launches(run: Callable[[], object]) -> list[tuple[str, str]]:
 
 
 def named_in(lines: tuple[str, ...]) -> set[str]:
-    """`stage.language` of a plan's launches."""
+    """`folder.language` of the launches in a plan's lines."""
     return {".".join(line.partition("(wyfold.kernels.")[2].rstrip(")").split(".")[:2]) for line in lines}
 
 
@@ -105,7 +105,7 @@ def compare(rule: str, a: Call, gradient: Callable[[Tensor], Tensor]) -> None:
         patch.setattr(kernel_configs, "compiled", lambda *given: {name: {} for name in names(*given)})
         plan = wyfold.explain(op, **a)
     assert rows == {(stage, row) for stage, _, row in plan.rows}
-    of_layout = {"chunk_grid.triton", "segment_grid.triton"}  # indices, which a plan does not name
+    of_layout = {"chunk_grid.triton", "segment_grid.triton"}  # index tables, which a plan does not list
     for found, said in ((forward, plan.forward), (back, plan.backward)):
         stages = {stage for stage, _ in found} - of_layout
         if a.get("disable_recompute") and found is back:
@@ -130,7 +130,7 @@ def test_whatever_the_layout_of_the_gradient(rule: str, gradient: str):
 @pytest.mark.parametrize("gradient", GRADIENTS)
 @pytest.mark.parametrize("rule", RULES)
 def test_in_segments(rule: str, gradient: str):
-    """Summaries of segments in both directions."""
+    """With segment summaries in both directions."""
     a = drawn(rule, T=256)
     with segment_rule.forced(4):
         compare(rule, a | {"v": laid_out(a["v"], 128, first=1)}, GRADIENTS[gradient])

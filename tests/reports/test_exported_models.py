@@ -1,8 +1,8 @@
-"""`torch.export` of a patched model ended in PyTorch's internals where positions were given.
+"""`torch.export` of a patched model with positions ended in an error inside PyTorch.
 
-Whether documents begin in `position_ids` has to be read, which no exported program can ("Could not extract specialized
-integer from data-dependent expression"). Without them, and with `cu_seq_lens_q`, a program that was exported with
-gradients on failed when it ran ("functions with out=... don't support automatic differentiation").
+An exported program cannot read whether documents begin in `position_ids` ("Could not extract specialized integer from
+data-dependent expression"). Without them and with `cu_seq_lens_q`, a program exported with gradients enabled failed
+when it ran ("functions with out=... don't support automatic differentiation").
 """
 
 import pytest
@@ -29,7 +29,7 @@ def test_positions_are_refused_in_one_sentence(positions: Tensor):
 
 @pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
 def test_a_program_has_the_models_numbers_and_gradients(family: str):
-    """With boundaries that were not there when it was exported, and after the patch is undone."""
+    """With boundaries other than those at export, and after the patch is undone."""
     model = hybrid(family)
     first, other = (
         {"cu_seq_lens_q": torch.tensor(bounds, dtype=torch.int32), "use_cache": False}

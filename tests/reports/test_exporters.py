@@ -1,6 +1,9 @@
-"""Exported programs and traces. `torch.export` keeps no autograd function: a program of any mixer failed with gradients
-on ("functions with out=... don't support automatic differentiation"), and one that was exported by Dynamo ran, and left
-the operator out of every gradient."""
+"""Exported programs and traces of operators and models.
+
+`torch.export` does not support autograd functions: a program of any mixer failed with gradients enabled ("functions
+with out=... don't support automatic differentiation"). A program exported by Dynamo ran, but every gradient lacked the
+operator's contribution.
+"""
 
 import copy
 from pathlib import Path
@@ -84,7 +87,7 @@ OPERATORS = {
 
 
 def results(run, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Outputs, and gradients of every tensor that is given."""
+    """Outputs, and gradients of every given tensor."""
     given = [x.clone().requires_grad_() for x in tensors]
     outputs = tree_leaves(run(*given))
     sum(y.square().sum() for y in outputs).backward()
@@ -116,7 +119,7 @@ def learned(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
 @pytest.mark.parametrize("name", MIXERS)
 def test_an_exported_mixer_computes_and_learns(name, strict):
-    """With gradients on and off, whichever it was exported with."""
+    """With gradients enabled and disabled, independent of the setting at export."""
     layer, x = MIXERS[name]().double(), drawn()["x"]
     for learning in (True, False):
         with torch.set_grad_enabled(learning):
@@ -148,7 +151,7 @@ def test_an_exported_decoder_computes_and_learns(recompute, strict):
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
-def test_what_has_no_gradient_says_so_in_a_program(strict):
+def test_operators_without_gradient_raise_in_a_program(strict):
     given = drawn()
     tokens = [given[name][:, :1].float() for name in ("q", "k", "v", "g", "beta")]
     pool = torch.randn(1, H, K, K)
@@ -171,9 +174,9 @@ def test_what_has_no_gradient_says_so_in_a_program(strict):
         factors(given["k"].requires_grad_(), given["beta"])
 
 
-# PyTorch 2.11's own, of the file that it reads.
+# A warning of PyTorch 2.11 about the file that it reads.
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
-def test_a_saved_program_is_the_program(tmp_path):
+def test_a_saved_program_gives_the_same_results(tmp_path):
     layer, x = MIXERS["gdn"]().double(), drawn()["x"]
     torch.export.save(torch.export.export(layer, (x,)), tmp_path / "mixer.pt2")
     program = torch.export.load(tmp_path / "mixer.pt2").module()
@@ -185,7 +188,7 @@ def test_a_saved_program_is_the_program(tmp_path):
 @pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", [name for name in MIXERS if name != "window"])
 def test_a_trace_computes_and_learns(name):
-    """`torch.jit.trace`, of another length than it was made with, too."""
+    """`torch.jit.trace`, also at another length than that of its example."""
     layer, x = MIXERS[name]().double(), drawn()["x"]
     traced = torch.jit.trace(copy.deepcopy(layer), x)
     for given in (x, torch.randn(1, 33, 16).double()):
@@ -203,7 +206,7 @@ def test_a_window_is_not_traced():
         torch.jit.trace(layer, torch.randn(1, 4, 16))
 
 
-def test_the_question_that_torch_2_11_answers_wrongly_is_not_asked():
-    """Its compiler takes `torch.compiler.is_exporting()` for yes: compiled operators lost their gradients there."""
+def test_is_exporting_is_not_called_under_torch_2_11():
+    """In its compiler `torch.compiler.is_exporting()` is true, and compiled operators lost their gradients."""
     sources = Path(wyfold.__file__).parent.rglob("*.py")
     assert [file.name for file in sources if "compiler.is_exporting(" in file.read_text(encoding="utf-8")] == []

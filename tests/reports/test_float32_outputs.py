@@ -1,5 +1,6 @@
-"""A float32 state may have a readout above 65,504, which a float16 output turns into inf; `out=` in float32, which
-would hold it, was refused.
+"""`out=` in float32 was refused.
+
+A float32 state may have a readout above 65,504, which becomes inf in float16.
 """
 
 from typing import Any
@@ -9,11 +10,11 @@ import torch
 
 from wyfold import TTTState, serving
 
-LARGE = 2.0**20  # which bfloat16 holds exactly
+LARGE = 2.0**20  # exact in bfloat16
 
 
 def token(rows: int, columns: int, device: torch.device, dtype: torch.dtype = torch.float16) -> dict[str, Any]:
-    """Rows of one number, read from a state of `LARGE` under a write strength of zero."""
+    """Arguments whose output is read from a state of `LARGE`, with a write strength of zero."""
     x = torch.zeros(rows, columns, 1, 16, dtype=dtype, device=device)
     x[..., 0] = 1
     return {"q": x, "k": x, "v": x, "g": None, "beta": torch.zeros(rows, columns, 1, device=device), "scale": 1.0}
@@ -44,10 +45,10 @@ SHAPES = {"decode": (2, 1, 1, 16), "verify": (2, 1, 1, 16), "decode_packed": (2,
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_readout_that_float16_does_not_hold(name: str, dtype: torch.dtype, device, backend: str):
+def test_a_readout_beyond_float16(name: str, dtype: torch.dtype, device, backend: str):
     out = torch.full(SHAPES[name], torch.nan, device=device)
     assert call(name, out, device, backend, dtype) is out
-    assert (out - LARGE).abs().max() <= (1 if name == "decode_packed" else 0)  # which normalises q, by its eps
+    assert (out - LARGE).abs().max() <= (1 if name == "decode_packed" else 0)  # normalises q with an eps
     narrow = call(name, None, device, backend, dtype)
     assert narrow.dtype == dtype and torch.equal(out.to(dtype), narrow)
 

@@ -1,6 +1,7 @@
-"""float32 products inside the operators are kept from TF32 and bfloat16 by a setting of the process. After a fork from
-a process that had a call running in another thread, the child's calls were no longer kept from them; and the end of a
-call overwrote what another thread had set meanwhile.
+"""float32 products inside operators are protected from TF32 and bfloat16 by a process-wide setting.
+
+After a fork while another thread was inside a call, the child's calls were no longer protected. The end of a call
+overwrote a setting that another thread had changed meanwhile.
 """
 
 import os
@@ -50,7 +51,7 @@ def allowing_bf16() -> Iterator[None]:
 
 @pytest.fixture
 def another_call() -> Iterator[threading.Thread]:
-    """A call that another thread is inside of."""
+    """A call that is running in another thread."""
     thread = threading.Thread(target=stay_op, args=(x,))
     thread.start()
     assert started.wait(60)
@@ -60,7 +61,7 @@ def another_call() -> Iterator[threading.Thread]:
 
 
 def in_a_fork() -> list[str]:
-    """What a child says of: the setting as it begins, inside of a call, and after the call."""
+    """The setting in a child process: at its start, inside a call, and after the call."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -81,7 +82,7 @@ def in_a_fork() -> list[str]:
 
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 def test_a_child_of_a_process_with_a_call_running(another_call: threading.Thread):
-    """The setting as the parent had it outside of calls; exact inside of the child's own; and then the child's own."""
+    """The child starts with the parent's setting outside of calls, is exact in a call, and keeps its own setting."""
     assert in_a_fork() == ["bf16", "ieee", "tf32"]
 
 

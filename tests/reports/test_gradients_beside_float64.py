@@ -1,7 +1,7 @@
-"""Patched beside stock, the gradient of one layer's `A_log` of a tiny random Qwen3.5 differed by percents in one draw.
+"""The gradient of a layer's `A_log` in a tiny random Qwen3.5 differed by percents between patched and stock model.
 
-Beside a float64 model it is the stock code that is off, up to 46 % of the largest entry: it works in float32 whatever
-the model's dtype, and these gradients are sums that nearly cancel. This holds the patched model to what it showed.
+Compared with a float64 model, the stock code has the error, up to 46 % of the largest entry. It computes in float32 in
+any dtype of the model, and these gradients are sums that nearly cancel. The test bounds the patched model's error.
 """
 
 import copy
@@ -17,12 +17,12 @@ from wyfold.integrations.transformers import patch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-BOUND = 2e-4  # of the largest entry; seen were up to 6.5e-5 in 48 gradients of 12 draws
-STOCK = 5e-2  # what the stock code exceeds in these draws; where it no longer does, docs/numerics.md is to be changed
+BOUND = 2e-4  # relative to the largest entry; measured: up to 6.5e-5 in 48 gradients of 12 draws
+STOCK = 5e-2  # error that the stock code exceeds in these draws; if it no longer does, update docs/numerics.md
 
 
 class Float64(TorchFunctionMode):
-    """Casts to float32, which the model's own code makes, are casts to float64."""
+    """Torch function mode that turns the model's casts to float32 into casts to float64."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.float:
@@ -34,7 +34,7 @@ class Float64(TorchFunctionMode):
 
 
 def token_by_token(q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, **_: Any) -> tuple[Tensor, None]:
-    """The gated delta rule as it is defined, in the dtype of q."""
+    """The gated delta rule's definition, in the dtype of q."""
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q * q.shape[-1] ** -0.5, k))
     state, outputs = q.new_zeros(*v.shape[::2], q.shape[-1], v.shape[-1]), []

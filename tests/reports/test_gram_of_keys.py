@@ -1,7 +1,7 @@
-"""`chunk_scaled_dot_kkt` in float32 was off by up to 7e-5 after resets: its gates are summed from the chunk's start.
+"""`chunk_scaled_dot_kkt` in float32 had errors up to 7e-5 after resets, because gates are summed from a chunk's start.
 
-A reset counts -104, so a chunk of 64 reaches thousands, and the decay between two later rows inherited the last bits of
-that sum. Each entry is now as good as the gates between its own two rows are.
+A reset counts as -104, so the prefix sum of a chunk of 64 reaches thousands, and the decay between two later rows had
+the rounding error of that sum. Now the error of an entry depends only on the gates between its two rows.
 """
 
 import pytest
@@ -24,7 +24,7 @@ GATES = {
 @pytest.mark.parametrize("chunk", [16, 64])
 @pytest.mark.parametrize("channels", [False, True], ids=["heads", "channels"])
 @pytest.mark.parametrize("gates", GATES)
-def test_within_its_own_bound(gates: str, channels: bool, chunk: int, backend: str, device: torch.device):
+def test_error_is_within_the_bound(gates: str, channels: bool, chunk: int, backend: str, device: torch.device):
     T, K = chunk, 16
     k, beta = F.normalize(torch.randn(1, T, 1, K), dim=-1), torch.rand(1, T, 1)
     g = GATES[gates](torch.rand(1, T, 1, K) if channels else torch.rand(1, T, 1))
@@ -35,7 +35,7 @@ def test_within_its_own_bound(gates: str, channels: bool, chunk: int, backend: s
 
 
 def gram_and_bound(k: torch.Tensor, beta: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """L of one head in float64, and |error| at most: docs/numerics.md, "The gram of keys"."""
+    """L of one head in float64, and the bound on |error| from docs/numerics.md, "The gram of keys"."""
     T, K = k.shape[1], k.shape[3]
     k, beta, g = k[0, :, 0].double(), beta[0, :, 0].double(), g[0, :, 0].double()
     expected, allowed = torch.zeros(T, T, dtype=torch.float64), torch.zeros(T, T, dtype=torch.float64)

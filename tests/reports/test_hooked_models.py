@@ -1,8 +1,8 @@
-"""A hook or wrapper gives an instance a `forward`, and the patch of the class's was never called: documents leak.
+"""A hook or wrapper sets `forward` on the instance, so the patched `forward` of the class was not called.
 
-Seen with accelerate's hooks on the text model (a device map with the keys `model` and `lm_head`) and with
-`Accelerator().prepare(text_model)`: packed documents were off by 64 to 120 % of the largest logit, and the report
-listed `forward` as replaced.
+It happened with accelerate's hooks on the text model (a device map with the keys `model` and `lm_head`) and with
+`Accelerator().prepare(text_model)`. Packed documents leaked into each other, with errors of 64 to 120 % of the largest
+logit, although the report listed `forward` as replaced.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ accelerate = pytest.importorskip("accelerate", reason="accelerate is not install
 LENGTHS = [3, 1, 6]
 PACKED = {"position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None]}
 IDS = torch.randint(64, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
-SEPARATE = 1e-6  # packed beside separate documents, of the largest logit
+SEPARATE = 1e-6  # packed against separate documents, relative to the largest logit
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_a_model_wrapped_before_the_patch_keeps_documents_apart(wrap: Any, apart
 
 @pytest.mark.parametrize("wrap", WRAPPERS)
 def test_every_order_of_wrapping_and_patching_is_undone(wrap: Any, apart: Tensor):
-    """Wrapped while patched, unwrapped after the patch; the model is the stock one again, on the way out too."""
+    """Wrapped while patched, unwrapped after the patch is undone; in between and at the end it is the stock model."""
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextModel
 
     model, forward = hybrid("qwen3_5"), Qwen3_5TextModel.forward
@@ -117,7 +117,7 @@ def test_every_order_of_wrapping_and_patching_is_undone(wrap: Any, apart: Tensor
 
 
 def test_a_prepared_text_model_keeps_documents_apart():
-    """In bfloat16, beside its own documents one by one."""
+    """In bfloat16, against its own results for the single documents."""
     text = hybrid("qwen3_5").model
     accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(text)
     assert "forward" in vars(text)
@@ -127,9 +127,9 @@ def test_a_prepared_text_model_keeps_documents_apart():
     assert error(packed, alone.float()) < 2e-2
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # as peft reads it
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
 def test_peft_around_a_hooked_text_model():
-    """An adapter around a hooked text model; its B is zero, so the numbers are the base's."""
+    """An adapter around a hooked text model. Its B is zero, so the results are those of the base model."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
     model = hybrid("qwen3_5").model
     with torch.no_grad(), patch(model):
@@ -142,7 +142,7 @@ def test_peft_around_a_hooked_text_model():
 
 
 def test_hooks_run_around_and_get_what_the_caller_gave(apart: Tensor):
-    """The hook is called once per forward, and its result is what the caller gets."""
+    """The hook runs once per forward with the caller's arguments, and the caller gets the hook's result."""
     from accelerate.hooks import ModelHook, add_hook_to_module
 
     seen: list[str] = []
@@ -164,7 +164,7 @@ def test_hooks_run_around_and_get_what_the_caller_gave(apart: Tensor):
 
 
 def test_boundaries_are_read_once_under_a_hook_that_was_made_while_patched(monkeypatch: pytest.MonkeyPatch):
-    """Reading positions waits for the device."""
+    """Reading positions synchronises with the device."""
     from wyfold.integrations.transformers import installation
 
     read: list[str] = []
@@ -181,7 +181,7 @@ def test_boundaries_are_read_once_under_a_hook_that_was_made_while_patched(monke
 
 
 def test_a_hooked_norm_is_reported_as_the_stock_one():
-    """Offloading hooks every norm; the hook loads the weight, and what it calls stays. The report says so."""
+    """Offloading hooks every norm; the hook loads the weight and calls the stock method. The report says so."""
     model = hybrid("qwen3_5")
     accelerate.cpu_offload(model, execution_device="cpu")
     with torch.no_grad(), patch(model, norm=True) as patched:
@@ -192,7 +192,7 @@ def test_a_hooked_norm_is_reported_as_the_stock_one():
 
 
 def test_another_function_assigned_to_the_class_stays(apart: Tensor):
-    """Another library's patch of the same class, over ours, is not taken back with ours."""
+    """Undoing our patch keeps another library's later patch of the same class."""
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextModel
 
     model, stock = hybrid("qwen3_5"), Qwen3_5TextModel.forward

@@ -1,8 +1,8 @@
-"""A run's folder with links, endless files or foreign files in it is refused before anything is read, built or written.
+"""A run's folder that contains links, endless files or foreign files is refused before anything is read or written.
 
-A review of the commands found them all: a planted link had its target truncated, a checkpoint that was a link had
-another run's checkpoints removed, an extra name in the digests had a file without an end hashed, and a number in
-`config.json` had gigabytes allocated.
+A review of the commands found these cases: a planted link had its target truncated; a checkpoint that was a link had
+another run's checkpoints removed; an extra name in the digests had an endless file hashed; and a number in
+`config.json` caused an allocation of gigabytes.
 """
 
 import errno
@@ -38,7 +38,7 @@ def copy(run, tmp_path):
 
 
 def test_a_planted_lock_is_not_followed(copy, run, tmp_path, capsys, monkeypatch):
-    """Some versions of filelock open what a link leads to and truncate it."""
+    """Some versions of filelock open and truncate the target of a link."""
     (tmp_path / "victim").write_text("mine")
     (copy / rundir.MARK).unlink()
     (copy / rundir.MARK).symlink_to(tmp_path / "victim")
@@ -71,8 +71,8 @@ def test_a_file_named_as_a_checkpoint_is_refused_and_stays(copy, run, capsys):
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])
-def test_what_takes_a_checkpoints_name_during_the_run_is_kept(copy, run, kind, capsys):
-    """It was moved under a hidden name and removed."""
+def test_a_foreign_object_under_a_checkpoints_name_is_kept(copy, run, kind, capsys):
+    """It was moved to a hidden name and removed."""
     shutil.rmtree(newest(copy))
     final = copy / "checkpoint" / "step-00000004"
     finish = checkpoint._reach_disk
@@ -97,7 +97,7 @@ def test_what_takes_a_checkpoints_name_during_the_run_is_kept(copy, run, kind, c
 
 
 def test_sizes_that_the_shards_do_not_have_are_refused_before_a_model_is_built(copy, run, capsys, monkeypatch):
-    """An MLP of 67 million channels, signed, took 8 GB."""
+    """A signed configuration with an MLP of 67 million channels allocated 8 GB."""
     folder = newest(copy)
     stored = [folder / "model" / "model.safetensors", folder / "training.safetensors"]
     sharded_checkpoint.write(folder / "shards", load_file(stored[0]) | load_file(stored[1]))
@@ -135,7 +135,7 @@ def test_shards_are_compared_before_a_run_is_resumed_from_them(copy, run, capsys
 
 @pytest.mark.parametrize("kind", ["sparse", "link", "regular"])
 def test_files_of_unknown_names_are_not_hashed(copy, run, kind, capsys):
-    """A sparse file of terabytes, or a link to a file of the kernel, was hashed without an end."""
+    """Hashing a sparse file of terabytes, or a link to a special file of the kernel, did not end."""
     folder = newest(copy)
     if kind == "sparse":
         with (folder / "extra").open("wb") as stream:
@@ -153,7 +153,7 @@ def test_files_of_unknown_names_are_not_hashed(copy, run, kind, capsys):
 
 @pytest.mark.parametrize("name", ["model", "model/config.json", "training.safetensors"])
 def test_links_inside_a_checkpoint_are_refused(copy, run, tmp_path, name, capsys):
-    """With the digests of what they lead to."""
+    """Even if the digests are those of the link targets."""
     (newest(copy) / name).rename(tmp_path / "elsewhere")
     (newest(copy) / name).symlink_to(tmp_path / "elsewhere")
     code, said = in_process(commands(run, copy)["generate"], capsys)
@@ -162,7 +162,7 @@ def test_links_inside_a_checkpoint_are_refused(copy, run, tmp_path, name, capsys
 
 @pytest.mark.parametrize("absolute", [False, True])
 def test_sizes_are_not_compared_outside_of_the_checkpoint(copy, tmp_path, absolute):
-    """The record of an earlier version names files itself."""
+    """In earlier versions the record itself names the files."""
     folder = newest(copy)
     (tmp_path / "outside").write_bytes(b"12345")
     name = str(tmp_path / "outside") if absolute else "../../../outside"
@@ -173,7 +173,7 @@ def test_sizes_are_not_compared_outside_of_the_checkpoint(copy, tmp_path, absolu
         integrity.verify(folder)
 
 
-def test_no_more_is_read_of_a_file_than_was_allowed(tmp_path):
+def test_reads_are_limited_to_the_allowed_size(tmp_path):
     file = tmp_path / "file"
     file.write_bytes(b"12345")
     assert files.read_bytes(file, 5) == b"12345"
@@ -182,7 +182,7 @@ def test_no_more_is_read_of_a_file_than_was_allowed(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="no regular file"):
         files.read_bytes(tmp_path / "pipe", 4)
-    if os.path.exists("/proc/self/maps"):  # a file of the kernel has size 0
+    if os.path.exists("/proc/self/maps"):  # files in /proc have size 0
         with pytest.raises(ValueError, match="at most 4 are read"):
             files.read_bytes(Path("/proc/self/maps"), 4)
 
@@ -203,8 +203,8 @@ def test_a_file_that_grows_after_its_size_was_read_is_refused(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOTSUP])
-def test_a_file_system_without_locks_is_said_to_have_none(copy, run, code, monkeypatch, capsys):
-    """Every resume said that another process was writing."""
+def test_a_file_system_without_locks_is_reported(copy, run, code, monkeypatch, capsys):
+    """Every resume reported that another process was writing."""
 
     def missing(*_):
         raise OSError(code, os.strerror(code))
@@ -215,7 +215,7 @@ def test_a_file_system_without_locks_is_said_to_have_none(copy, run, code, monke
 
 
 def test_a_name_that_is_no_utf_8_is_refused_before_any_work(run, tmp_path, capsys):
-    """The run was trained and saved, and could not be read."""
+    """The run was trained and saved, and then could not be read."""
     folder = tmp_path / os.fsdecode(b"\xff")
     code, said = in_process(train(run.parent / "text.txt", folder), capsys)
     assert code == 2 and "its name must be UTF-8" in said
@@ -230,7 +230,7 @@ def test_weights_in_a_folder_whose_name_is_no_utf_8_are_a_value_error(tmp_path):
 
 
 def test_hidden_files_do_not_keep_a_checkpoint_from_being_removed(copy, run):
-    """A file browser leaves `.DS_Store`; all older checkpoints stayed."""
+    """A file browser leaves `.DS_Store`, which kept all older checkpoints from being removed."""
     shutil.rmtree(newest(copy))
     (copy / "checkpoint" / "step-00000002" / ".DS_Store").write_text("x")
     assert main(train(run.parent / "text.txt", copy, "--save-every", 1)) == 0
@@ -261,7 +261,7 @@ def test_a_checkpoint_that_may_not_be_read_is_not_called_damaged(copy, run, monk
         assert "damaged" not in said
 
 
-def test_sums_that_were_not_copied_can_be_written_again(copy, run, capsys):
+def test_missing_digests_can_be_rewritten(copy, run, capsys):
     (newest(copy) / "SHA256SUMS").unlink()
     code, said = in_process(commands(run, copy)["generate"], capsys)
     assert code == 2
@@ -270,15 +270,15 @@ def test_sums_that_were_not_copied_can_be_written_again(copy, run, capsys):
     assert in_process(commands(run, copy)["generate"], capsys)[0] == 0
 
 
-def test_what_a_killed_process_left_in_the_runs_folder_is_removed(copy, run):
+def test_leftovers_of_a_killed_process_are_removed(copy, run):
     (copy / ".0123456789abcdef.part").write_text("half")
     (copy / ".mine.part").write_text("mine")
     assert main(commands(run, copy)["train --resume"]) == 0
     assert not (copy / ".0123456789abcdef.part").exists() and (copy / ".mine.part").exists()
 
 
-def test_a_checkpoint_that_is_removed_while_it_is_looked_at_is_looked_for_again(copy, monkeypatch):
-    """As `generate` does with a run that is being trained."""
+def test_a_checkpoint_removed_during_its_check_is_searched_again(copy, monkeypatch):
+    """For example, `generate` on a run that is still training."""
     listed, step_folders = [], integrity.step_folders
 
     def then_removed(root):
@@ -292,7 +292,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_looked_at_is_looked_for_again(
     assert checkpoint.find_model(copy) == copy / "checkpoint" / "step-00000002" / "model"
 
 
-def test_a_checkpoint_that_is_removed_before_it_is_loaded_is_looked_for_again(copy, monkeypatch):
+def test_a_checkpoint_removed_before_loading_is_searched_again(copy, monkeypatch):
     load = checkpoint._load_folder
 
     def removed(folder, *arguments):

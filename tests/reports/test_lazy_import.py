@@ -1,6 +1,6 @@
 """`wyfold --help` waited seconds for PyTorch, and README's `wyfold.integrations.transformers` was an AttributeError.
 
-Names of the package are imported when they are first used; help, refusals and checks of files need no torch.
+Names of the package are imported at their first use. Help, refusals and checks of files do not import torch.
 """
 
 import ast
@@ -18,7 +18,7 @@ from wyfold import cli
 
 
 def fresh(code: str) -> str:
-    """Standard output of the code in a new process, which must end well."""
+    """Run code in a new process, which must succeed, and return its standard output."""
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -78,7 +78,7 @@ REFUSED = (
 
 @pytest.fixture(scope="module")
 def ends_of_refused(tmp_path_factory) -> dict[str, list[str]]:
-    """Of every refused command, run in a folder with a few files: exit code, whether torch came, what was said."""
+    """For every refused command, in a folder with a few files: exit code, whether torch was imported, and message."""
     folder = tmp_path_factory.mktemp("refused")
     for name, content in (("text", b"some text\n" * 9), ("binary", b"a\0b"), ("empty", b""), ("blank", b"\n\n")):
         (folder / name).write_bytes(content)
@@ -106,7 +106,7 @@ def test_a_refusal_needs_no_torch(words: str, ends_of_refused: dict[str, list[st
     assert not torch_imported
 
 
-def test_what_readme_writes_is_reachable_after_import_wyfold():
+def test_names_in_the_readme_are_reachable_after_import_wyfold():
     fresh("""
         import sys, wyfold
         wyfold.integrations.transformers.patch
@@ -121,8 +121,8 @@ def test_what_readme_writes_is_reachable_after_import_wyfold():
     """)
 
 
-def test_type_checkers_and_python_are_told_the_same_names():
-    """The imports under `TYPE_CHECKING`, the table that is used at run time, and `__all__` are one list."""
+def test_type_checkers_and_python_see_the_same_names():
+    """The imports under `TYPE_CHECKING`, the run-time table and `__all__` list the same names."""
     tree = ast.parse(inspect.getsource(wyfold))
     (typed,) = (node for node in tree.body if isinstance(node, ast.If))
     read = {alias.name: node.module for node in typed.body for alias in node.names}
@@ -145,7 +145,7 @@ def test_every_public_name_is_listed_found_and_itself():
 
 
 @pytest.mark.parametrize("module", ["wyfold", "wyfold.integrations"])
-def test_a_name_that_is_none_is_an_attribute_error(module: str):
+def test_an_unknown_name_is_an_attribute_error(module: str):
     with pytest.raises(AttributeError, match=f"module '{module}' has no attribute 'chunk_gnd'"):
         sys.modules[module].chunk_gnd  # noqa: B018
     assert not hasattr(sys.modules[module], "__wrapped__")
@@ -160,8 +160,8 @@ def test_a_name_that_is_none_is_an_attribute_error(module: str):
         "import wyfold; wyfold.integrations.flops.register()",
     ],
 )
-def test_operators_are_registered_as_soon_as_torch_and_any_of_them_are_there(first: str):
-    """A program that was exported looks them up by name."""
+def test_operators_are_registered_by_the_first_import_of_one(first: str):
+    """An exported program looks up operators by name."""
     fresh(f"""
         {first}
         import torch
@@ -184,6 +184,6 @@ def test_a_first_use_inside_a_compiled_function_has_no_graph_break():
     """)
 
 
-def test_an_unsupported_request_survives_the_way_to_another_process():
+def test_unsupported_error_can_be_pickled():
     error = pickle.loads(pickle.dumps(wyfold.UnsupportedError("op: no", {"triton": "no card"})))
     assert (str(error), error.reasons) == ("op: no\n  triton: no card", {"triton": "no card"})

@@ -1,8 +1,8 @@
-"""`generate(cache_implementation="static")` of a left-padded batch failed: padding was looked for in 2-D masks alone.
+"""`generate(cache_implementation="static")` of a left-padded batch failed: padding was read from 2-D masks only.
 
-For a static cache `generate` prepares a dict of masks. Positions beside padding were taken for packed documents, and
-the call was refused with "use_cache must be False with packed documents", for every model type. The other way round, a
-mask of four dimensions, or in a dict, that lets documents attend to each other was used as it came.
+For a static cache `generate` prepares a dict of masks. Positions of padding were taken for packed documents, and the
+call was refused with "use_cache must be False with packed documents" for every model type. Conversely, a 4-D mask, or a
+mask in a dict, that lets documents attend to each other was accepted.
 """
 
 from typing import Any
@@ -41,7 +41,7 @@ def additive(allowed: Tensor) -> Tensor:
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_static_cache_takes_left_padding(family: str, attention: str):
-    """The tokens of each prompt alone."""
+    """The same tokens as each prompt by itself."""
     model = hybrid(family)
     model.set_attn_implementation(attention)
     options = {"max_new_tokens": 5, "do_sample": False, "disable_compile": True}
@@ -77,8 +77,8 @@ def test_masks_of_four_dimensions_have_to_keep_documents_apart(qwen: Any, form: 
             qwen(IDS[:1], attention_mask=form(masks[False]), **PACKED)
 
 
-def test_a_dict_without_masks_is_made_again_for_packed_documents(qwen: Any):
-    """None would be causal attention over the whole row; so would a mask of ones."""
+def test_a_dict_without_masks_is_rebuilt_for_packed_documents(qwen: Any):
+    """None means causal attention over the whole row, and so does a mask of ones."""
     with torch.no_grad(), patch(qwen):
         alone = torch.cat([qwen(part).logits for part in IDS[:1].split(LENGTHS, 1)], 1)
         for linear in (None, torch.ones(1, 9, dtype=torch.int64)):
@@ -107,7 +107,7 @@ def test_masks_with_unreadable_contents_are_refused_for_packed_documents(qwen: A
                 qwen(IDS[:1], attention_mask=mask, **PACKED)
 
 
-def test_positions_beside_padding_without_a_mask_say_what_to_give(qwen: Any):
+def test_ambiguous_positions_without_a_mask_are_refused_with_advice(qwen: Any):
     """Such positions are the same for padding and for documents."""
     positions = (PADDED.cumsum(1) - 1).clamp(min=0)
     with patch(qwen), pytest.raises(ValueError, match=r"read from position_ids; .*beside padding, give attention_mask"):

@@ -1,5 +1,7 @@
-"""A model made on the meta device and brought to life by `to_empty` and every module's `reset_parameters` kept what lay
-in memory as the weight of its gated norms, and had PyTorch's matrices instead of the decoder's."""
+"""Modules built on the meta device and materialised by `to_empty` and `reset_parameters` were not fully initialised.
+
+The weight of gated norms stayed uninitialised memory, and matrices had PyTorch's initialisation, not the decoder's.
+"""
 
 import copy
 import gc
@@ -46,14 +48,14 @@ MODULES = {
 
 
 def reset(module: nn.Module) -> None:
-    """As FSDP's and torchtitan's flows do: parents before children."""
+    """Call every `reset_parameters`, parents before children, as FSDP and torchtitan do."""
     for part in module.modules():
         if any(True for _ in part.parameters(recurse=False)):
             part.reset_parameters()
 
 
 def from_meta(build) -> nn.Module:
-    """Made on the meta device, then given memory in which anything may lie."""
+    """Build on the meta device, then materialise with uninitialised memory and reset."""
     with torch.device("meta"):
         module = build()
     module.to_empty(device="cpu")
@@ -64,8 +66,8 @@ def from_meta(build) -> nn.Module:
 
 
 @pytest.mark.parametrize("build", MODULES.values(), ids=MODULES)
-def test_from_meta_is_new(build):
-    """The same bits as a module that was made on its device, and the same spread as one that was just made."""
+def test_from_meta_equals_a_new_module(build):
+    """The bits of a module built on its device, and the spread of a new one."""
     new, other = build(), from_meta(build)
     spread = {name: x.std().item() for name, x in new.named_parameters() if x.numel() >= 300}
     for module in (new, other):
@@ -91,7 +93,7 @@ def test_a_decoder_resets_itself():
     ours = from_meta(MODULES["Decoder"])
     ours.reset_parameters()
     assert all(x.isfinite().all() for x in ours.parameters())
-    for again in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), ours):  # a copy draws into its own parameters
+    for again in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), ours):  # a copy initialises its own parameters
         torch.manual_seed(2)
         again.reset_parameters()
         torch.manual_seed(2)
@@ -100,7 +102,7 @@ def test_a_decoder_resets_itself():
 
 
 def test_a_deleted_decoder_frees_every_parameter():
-    """`reset_parameters` referred back to its module: 15 of 28 parameters stayed until the garbage collector ran."""
+    """`reset_parameters` held a reference to its module: 15 of 28 parameters stayed until the garbage collector ran."""
     gc.collect()
     gc.disable()
     try:
@@ -143,7 +145,7 @@ def test_empty_weights_of_accelerate_and_a_file(tmp_path):
 
 
 def test_decays_are_marked_for_optimizers():
-    """`_no_weight_decay`, as the field marks them; still there after copies, files and `to_empty`."""
+    """Parameters with the usual attribute `_no_weight_decay` keep it in copies, files and `to_empty`."""
 
     def decays(module):
         return [x for name, x in module.named_parameters() if name.endswith(("A_log", "dt_bias"))]
@@ -166,7 +168,7 @@ def spread_of(model):
 
 
 def sharded_from_meta(given, group):
-    """FSDP2: shard on the meta device, give memory, reset."""
+    """FSDP2: shard on the meta device, materialise, reset."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

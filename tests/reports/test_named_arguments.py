@@ -1,8 +1,8 @@
-"""Errors named an argument that the caller did not give.
+"""Errors named an argument that the caller had not passed.
 
-Boundaries that were given as `cu_seq_lens_q` were called `cu_seqlens`; `model(..., cu_seqlens=)` ended in "multiple
-values for keyword argument"; `decode_packed`, which takes `mixed_qkv`, complained about q. A second patch of a model
-type did not say that the first one serves its models already, and `patch([])` replaced nothing.
+Boundaries passed as `cu_seq_lens_q` were called `cu_seqlens`. `model(..., cu_seqlens=)` ended in "multiple values for
+keyword argument". `decode_packed`, which takes `mixed_qkv`, complained about q. A second patch of a model type did not
+report that the first one already serves its models, and `patch([])` replaced nothing.
 """
 
 from typing import Any
@@ -55,7 +55,7 @@ def cu(*bounds: int) -> Tensor:
         ),
     ],
 )
-def test_boundaries_are_called_what_the_caller_called_them(qwen: Any, inputs: dict[str, Tensor], message: str):
+def test_boundaries_have_the_callers_name_in_errors(qwen: Any, inputs: dict[str, Tensor], message: str):
     with patch(qwen), pytest.raises(ValueError, match=rf"^patch\(qwen3_5\): {message}"):
         qwen(IDS, **inputs)
 
@@ -74,7 +74,7 @@ def test_no_names_are_refused(nothing: Any):
 
 
 def test_a_second_patch_joins_the_first(qwen: Any):
-    """Two models of a type in one program: both hold, in either order of `undo`, and each counts its own time."""
+    """With two models of a type, both patches hold in either order of `undo`; each counts the calls while it holds."""
     from transformers.models.qwen3_5 import modeling_qwen3_5 as module
 
     before = dict(vars(module)), dict(vars(module.Qwen3_5TextModel))
@@ -94,7 +94,7 @@ def test_a_second_patch_joins_the_first(qwen: Any):
 
 
 @pytest.mark.parametrize("other", [{"packing": False}, {"norm": True}, {"on_unsupported": "stock"}])
-def test_a_second_patch_that_asks_for_something_else_says_what_the_first_serves(qwen: Any, other: dict[str, Any]):
+def test_a_second_patch_with_other_options_names_those_of_the_first(qwen: Any, other: dict[str, Any]):
     (name, value), first = *other.items(), {"packing": True, "norm": False, "on_unsupported": "raise"}
     message = (
         f"^patch: {name} must be {first[name]!r} for qwen3_5, got {value!r}; an earlier patch holds and serves every"
@@ -120,7 +120,7 @@ def test_a_second_patch_that_asks_for_something_else_says_what_the_first_serves(
         ({"dims": (12, 32), "mixed_qkv": torch.zeros(3, 176)}, "dims must have width K a multiple of 8"),
     ],
 )
-def test_decode_packed_names_what_it_takes(change: dict[str, Any], message: str):
+def test_decode_packed_names_its_own_arguments(change: dict[str, Any], message: str):
     inputs: dict[str, Any] = {
         "mixed_qkv": torch.randn(3, 2 * 2 * 16 + 4 * 32), "raw_g": torch.randn(3, 4), "raw_beta": torch.randn(3, 4),
         "A_log": torch.zeros(4), "dt_bias": None, "pool": torch.zeros(8, 4, 16, 32),
@@ -140,8 +140,8 @@ def test_decode_packed_names_what_it_takes(change: dict[str, Any], message: str)
         ({"mask": torch.ones(2, 1)}, r"mask must be \[B, T\] = \[2, 8\]"),
     ],
 )
-def test_the_convolution_under_flas_name_names_what_it_takes(change: dict[str, Any], message: str):
-    """It spoke of `weight` and `initial_state` of an operator; a mask of one column was spread over the row."""
+def test_the_convolution_under_flas_name_names_its_own_arguments(change: dict[str, Any], message: str):
+    """Errors named `weight` and `initial_state` of another operator; a mask of one column was broadcast."""
     with pytest.raises(ValueError, match=f"^ShortConvolution: {message}"):
         fla.ShortConvolution(16, 4)(**{"x": torch.randn(2, 8, 16), **change})
 
@@ -155,14 +155,14 @@ def test_the_convolution_under_flas_name_names_what_it_takes(change: dict[str, A
     ],
 )
 def test_a_decay_per_channel_under_flas_name_is_called_gk(gk: Any, message: str):
-    """Given in place of beta, as Wyfold's own operator takes it, the error was PyTorch's about broadcasting."""
+    """Passed in place of beta, as Wyfold's own operator takes it, it caused PyTorch's error about broadcasting."""
     q, beta = torch.randn(1, 8, 2, 16), torch.rand(1, 8, 2)
     with pytest.raises((TypeError, ValueError), match=f"^fused_recurrent_gated_delta_rule: {message}"):
         fla.fused_recurrent_gated_delta_rule(q, q, q, -beta, gk, None, beta)
 
 
-def test_a_decoder_that_is_divided_already_is_called_that():
-    """The message said that its layers, which it named, are not of the delta family."""
+def test_a_decoder_that_is_already_divided_is_refused_as_such():
+    """The message claimed that its layers, which it listed, are not of the delta family."""
     from types import SimpleNamespace
 
     from wyfold.integrations.dtensor import Parted, parallelize

@@ -1,6 +1,6 @@
-"""`pip install .` brought a torch whose Triton is in no table, and every GPU kernel was refused.
+"""`pip install .` brought a torch whose Triton is not in the support table, and every GPU kernel was refused.
 
-The refusal, `wyfold doctor` and README name the torch to install instead.
+The refusal, `wyfold doctor` and README name the torch version to install instead.
 """
 
 import json
@@ -21,7 +21,7 @@ INSTALL = 'pip install "torch>=2.11,<2.14", which brings Triton 3.6 or 3.7'
 
 @pytest.fixture
 def triton(monkeypatch: pytest.MonkeyPatch):
-    """Pretends that a Triton of this version is installed."""
+    """Pretend that a given version of Triton is installed."""
 
     def forget() -> None:
         triton_support.support_of.cache_clear()
@@ -32,7 +32,7 @@ def triton(monkeypatch: pytest.MonkeyPatch):
         forget()
 
     yield install
-    forget()  # on a GPU, later tests would take the pretended Triton for the card's own
+    forget()  # otherwise later tests on a GPU would see the pretended version
 
 
 @pytest.mark.parametrize("version", ["3.8.0", "3.9.1", "4.0.0", "3.5.1", "3.10.0+git1234"])
@@ -48,7 +48,7 @@ def test_a_call_on_a_gpu_names_the_torch_to_install(version: str, triton, monkey
 
 
 @pytest.mark.parametrize("version", ["3.8.0", "3.9.1"])
-def test_doctor_names_it_on_any_machine(version: str, triton, capsys):
+def test_doctor_names_the_torch_to_install(version: str, triton, capsys):
     triton(version)
     assert main(["doctor", "--json"]) == 0
     (reason,) = json.loads(capsys.readouterr().out)["known_bad"]
@@ -56,13 +56,13 @@ def test_doctor_names_it_on_any_machine(version: str, triton, capsys):
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1", ""])
-def test_doctor_has_nothing_to_say_of_a_listed_triton_or_of_none_on_a_cpu(version: str, triton, monkeypatch):
+def test_doctor_accepts_a_listed_triton_and_none_on_a_cpu(version: str, triton, monkeypatch):
     triton(version)
     monkeypatch.setattr(torch.version, "cuda", None)
     assert wyfold.doctor().known_bad == ()
 
 
-def test_doctor_misses_triton_beside_a_torch_for_gpus(triton, monkeypatch):
+def test_doctor_reports_a_missing_triton_with_a_torch_for_gpus(triton, monkeypatch):
     triton("")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     (reason,) = wyfold.doctor().known_bad

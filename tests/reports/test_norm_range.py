@@ -1,6 +1,6 @@
-"""An eps that float32 cannot hold made a zero row NaN: `l2norm(torch.zeros(8), eps=1e-70)`.
+"""An eps below float32's range made a zero row NaN: `l2norm(torch.zeros(8), eps=1e-70)`.
 
-Rows whose squares overflow become 0, as with `torch.nn.functional.normalize`; the docstrings say at which length.
+Rows whose squares overflow become 0, as in `torch.nn.functional.normalize`; the docstrings state the limit.
 """
 
 import pytest
@@ -10,44 +10,44 @@ from torch.nn import functional as F
 import wyfold
 from wyfold import serving
 
-LOST = 1e-70  # above 0 in Python's float and in float64, 0 in float32
+TOO_SMALL = 1e-70  # above 0 in Python's float and in float64, 0 in float32
 INTERPRETED = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 """The kernels' reciprocal root selects 0 over infinity times 0, of which numpy warns in the interpreter."""
 
-LARGEST = 1.8e19  # length of a row whose sum of squares float32 still holds
+LARGEST = 1.8e19  # length of a row whose sum of squares is still in float32's range
 
 PROMISED = 1e-5
 """Relative error of outputs and states in float32, docs/numerics.md."""
 
 
-def test_a_lost_eps_of_l2norm_is_refused():
+def test_a_too_small_eps_of_l2norm_is_refused():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         with pytest.raises(ValueError, match=r"l2norm: eps must be at least 1.1754944e-38.*got 1e-70"):
-            wyfold.l2norm(torch.zeros(8, dtype=dtype), eps=LOST)
+            wyfold.l2norm(torch.zeros(8, dtype=dtype), eps=TOO_SMALL)
 
 
-def test_a_lost_eps_of_rms_norm_gated_is_refused():
+def test_a_too_small_eps_of_rms_norm_gated_is_refused():
     x = torch.zeros(2, 8)
     with pytest.raises(ValueError, match=r"rms_norm_gated: eps must be at least 1.1754944e-38.*got 1e-70"):
-        wyfold.rms_norm_gated(x, x, torch.ones(8), eps=LOST)
+        wyfold.rms_norm_gated(x, x, torch.ones(8), eps=TOO_SMALL)
 
 
 @pytest.mark.parametrize("operator", [wyfold.chunk_ttt_linear, wyfold.fused_recurrent_ttt_linear])
-def test_a_lost_eps_of_ttt_linear_is_refused(operator):
+def test_a_too_small_eps_of_ttt_linear_is_refused(operator):
     x, w = torch.zeros(1, 3, 1, 8), torch.ones(1, 8)
     with pytest.raises(ValueError, match=r"eps must be at least 1.1754944e-38.*got 1e-70"):
-        operator(x, x, x, w, w, 0.1, eps=LOST)
+        operator(x, x, x, w, w, 0.1, eps=TOO_SMALL)
 
 
-def test_a_lost_eps_of_ttt_decode_is_refused():
+def test_a_too_small_eps_of_ttt_decode_is_refused():
     x, w, S, c = torch.zeros(1, 1, 1, 8), torch.ones(1, 8), torch.zeros(1, 1, 8, 8), torch.zeros(1, 1, 1, 8)
     pool = wyfold.TTTState(S, c, S.clone(), c.clone(), torch.zeros(1, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"ttt_decode: eps must be at least 1.1754944e-38.*got 1e-70"):
-        serving.ttt_decode(x, x, x, w, w, 0.1, pool, eps=LOST)
+        serving.ttt_decode(x, x, x, w, w, 0.1, pool, eps=TOO_SMALL)
 
 
-def test_float64_holds_it():
-    assert torch.equal(wyfold.l2norm(torch.zeros(8, dtype=torch.float64), eps=LOST), torch.zeros(8).double())
+def test_float64_accepts_it():
+    assert torch.equal(wyfold.l2norm(torch.zeros(8, dtype=torch.float64), eps=TOO_SMALL), torch.zeros(8).double())
 
 
 def test_the_smallest_eps_keeps_a_zero_row_zero(backend: str, device: torch.device):

@@ -1,8 +1,8 @@
-"""A field of a stored file that is null, or missing, is named; one that older versions did not write has its default.
+"""A null or missing field of a stored file is reported by name; a field that older versions lack has its default.
 
-Files were checked by a schema and then read a second time without it, so that defaults were lost and null, which the
-schema allowed, reached the code that draws: `report` and `train --resume` ended in a traceback. Escape sequences in a
-file's names reached the terminal.
+Files were checked against a schema and then read again without it. Defaults were lost, and a null that the schema
+allowed reached the drawing code: `report` and `train --resume` ended in a traceback. Escape sequences in names stored
+in a file reached the terminal.
 """
 
 import json
@@ -27,7 +27,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def run(finished, tmp_path):
-    """A copy, interrupted after its first checkpoint."""
+    """A copy of the run, interrupted after its first checkpoint."""
     shutil.copytree(finished, tmp_path / "run")
     shutil.rmtree(newest(tmp_path / "run"))
     (tmp_path / "run" / "result.json").unlink()
@@ -44,7 +44,7 @@ def newest(run):
 
 
 def change_history(run, change):
-    """Change the newest checkpoint's history, with its digest."""
+    """Change the newest checkpoint's history and update its digest."""
     file = newest(run) / "training.json"
     record = json.loads(file.read_text())
     change(record["history"])
@@ -85,7 +85,7 @@ def test_a_history_without_its_steps_is_named(run, capsys):
 
 
 def test_an_entry_of_two_kinds_is_named_though_one_is_null(finished, tmp_path, capsys):
-    """No digest covers this file."""
+    """This file has no digest."""
     run = shutil.copytree(finished, tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 10, "loss": null, "validation_bits_per_byte": 7.0}\n')
@@ -101,7 +101,7 @@ def test_lengths_of_rows_are_numbers(run, capsys):
     assert "\x1b" not in said.out + said.err
 
 
-def test_what_is_whole_is_resumed_and_says_every_length(run, capsys):
+def test_an_undamaged_run_is_resumed_and_reports_every_length(run, capsys):
     assert main(words(run, "--resume")) == 0
     assert " at 8, " in capsys.readouterr().out
     assert json.loads((run / "result.json").read_text())["accuracy_at"].keys() == {"8", "12"}
@@ -135,7 +135,7 @@ TIMES = {"milliseconds": {"median": 1.0, "quartile1": 0.9, "quartile3": 1.1}, "w
 
 
 @pytest.mark.parametrize("row", [CASE, CASE | TIMES])
-def test_rows_over_ranks_may_lack_what_has_a_default(row, tmp_path):
+def test_rows_over_ranks_may_lack_fields_with_defaults(row, tmp_path):
     need_plotly()
     assert report({"kind": "bench-ranks", "rows": [row]}, tmp_path) == 0
 
@@ -154,7 +154,7 @@ def test_layers_of_a_result_are_a_pattern(finished, tmp_path, capsys):
     assert "pattern must name " in said and "$.runs[0].recipe" in said and "\x1b" not in said
 
 
-def test_cells_of_a_table_show_control_characters(capsys, monkeypatch):
+def test_table_cells_escape_control_characters(capsys, monkeypatch):
     for terminal in (False, True):
         monkeypatch.setattr("sys.stdout.isatty", lambda terminal=terminal: terminal, raising=False)
         results.show("table", ("name",), [[f"a{ESCAPES}"], ["b\tc\nd"]])

@@ -1,8 +1,8 @@
-"""The processes of `wyfold train` are asked for one run, in one folder, before they begin.
+"""The processes of `wyfold train` compare their commands and folders before they begin.
 
-Each believed its own command line: with another learning rate on one of them the run went on and was wrong without a
-word. Where the folder was not shared, a checkpoint held the shards of the processes that could see it, counted as
-complete, and could not be loaded.
+Each process trusted its own command line: with another learning rate on one of them, the run continued and was wrong
+without an error. Without a shared folder, a checkpoint contained only the shards of the processes that see the folder,
+counted as complete, and could not be loaded.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def command(folder, out, *words):
 
 
 def train(folder, out, *words):
-    """Exit status and errors of a process as torchrun starts it."""
+    """Exit status and errors of a process that is started as by torchrun."""
     pytest.MonkeyPatch().setenv("TORCHELASTIC_RUN_ID", "one")
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors):
@@ -48,34 +48,34 @@ def train(folder, out, *words):
     return status, errors.getvalue()
 
 
-def another_rate(given, group):
+def other_learning_rate(given, group):
     status, said = train(given, "run", "--lr", 0.01 * (1 + group.rank()))
     assert status == 2, said
     assert "--lr must be the same on all ranks, got 0.01 on rank 0; 0.02 on rank 1; start every process by" in said
     assert not list(given.glob("run/*"))
 
 
-def another_cp(given, group):
+def other_cp_size(given, group):
     status, said = train(given, "run", "--cp", 1 + group.rank())
     assert status == 2 and "--cp: processes: cp must be the same on all ranks, got 1 on rank 0; 2 on rank 1" in said
 
 
-def another_checkpoint(given, group):
-    """One process sees a checkpoint, as where each host has a folder of its own."""
+def checkpoint_on_one_host(given, group):
+    """Only one process sees a checkpoint, as with a separate folder on each host."""
     status, said = train(given, f"run {group.rank()}")
     assert status == 2, said
     assert "the newest checkpoint must be the same on all ranks, got step-00000002 on rank 0; none on rank 1" in said
 
 
-def a_folder_each(given, group):
+def separate_folders(given, group):
     tensors = {"x": distribute_tensor(torch.arange(6.0), init_device_mesh("cpu", (group.size(),)), [Shard(0)])}
     sharded_checkpoint.write(given / "shared", tensors)
     with pytest.raises(OSError, match=r"does not see shard-0000.* all processes of a run must share its folder"):
         sharded_checkpoint.write(given / str(group.rank()), tensors)
 
 
-def long_words(given, group):
-    """What is too long for one comparison is compared by its digest, and is no refusal."""
+def long_values(given, group):
+    """Values that are too long for a comparison are compared by digest, and not refused."""
     alike = {f"name {number}": "x" * 5000 for number in range(20)}
     collectives.check_agreement("op", alike, torch.device("cpu"), group)
     with pytest.raises(ValueError, match="op: what was asked must be the same on all ranks"):
@@ -86,15 +86,15 @@ def table(*runs, prepare=folder):
     return {run.__name__: Case(prepare, run) for run in runs}
 
 
-# A run leaves its process group, so each has a group of its own.
+# A run destroys its process group, so each case creates one.
 RATE, CHECKPOINT, OTHERS = (
-    table(another_rate),
-    table(another_checkpoint, prepare=folder_with_a_run),
-    table(a_folder_each, long_words, another_cp),
+    table(other_learning_rate),
+    table(checkpoint_on_one_host, prepare=folder_with_a_run),
+    table(separate_folders, long_values, other_cp_size),
 )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("cases", ["RATE", "CHECKPOINT", "OTHERS"])
-def test_processes_compare_what_they_are_asked_for(cases, tmp_path):
+def test_processes_compare_their_commands(cases, tmp_path):
     assert not failures_on_ranks([2], tmp_path, __name__, cases)

@@ -1,9 +1,9 @@
-"""Ranks that share a buffer of tokens compare what they are about to do, in every entry that takes a `cp_context`.
+"""Ranks of a group compare their calls in every entry point with a `cp_context`.
 
-Softmax attention, the layers, the decoder and `unshard` compared nothing: with other boundaries on one rank, or shapes
-of as many bytes, the numbers were wrong without a word; what else differed ended in an abort of the process or in a
-wait for the group's timeout. Later a refusal was announced in the first call of an operator only: in a call of another
-kind the other ranks compared, and waited for the timeout.
+Softmax attention, the layers, the decoder and `unshard` compared nothing. If one rank had other boundaries, or shapes
+of the same number of bytes, results were wrong without an error. Other differences aborted the process or waited for
+the group's timeout. Later a refusal was announced only in an operator's first call: in a call of another kind the other
+ranks started to compare, and waited for the timeout.
 """
 
 import re
@@ -18,7 +18,7 @@ from wyfold.cp import build_cp_context
 from wyfold.models import Decoder, DecoderConfig
 
 WIDTH = 16
-BOUNDS, OTHERS = torch.tensor([0, 4, 40]), torch.tensor([0, 30, 40])  # cut into shares of the same sizes
+BOUNDS, OTHERS = torch.tensor([0, 4, 40]), torch.tensor([0, 30, 40])  # partitions with equal shares
 THE_CUT = "the cut must be the same on all ranks, got sequences that end at 4, 40 .*; sequences that end at 30, 40 "
 
 
@@ -41,12 +41,12 @@ def tokens(context, extra=0):
 
 
 def by_rank_1(complaint):
-    """What rank 1 refuses, as it says so itself and as the others hear it."""
+    """The message of a refusal by rank 1, as rank 1 and as the other ranks raise it."""
     return f"^(TTTLinear|causal_conv1d|.*): rank 1 of the group refused its arguments: {complaint}|^{complaint}"
 
 
 def attention_cases(other):
-    """Name -> a call of a fresh context, something else on the `other` rank, and what all ranks have to say."""
+    """Name -> (a call with a fresh context that differs on rank `other`, the message of all ranks)."""
     heads = {"num_kv_heads": 2, "head_dim": 8} if other else {"num_kv_heads": 4}
     frozen = attention().requires_grad_(False)
     return {
@@ -109,11 +109,14 @@ def decoder_cases(other):
             change(model)
         return model(tokens(c), tokens(c) if labels else None, cp_context=c)
 
-    def alike(name, values):
+    def same_on_ranks(name, values):
         return f"Decoder: {name} must be the same on all ranks, got {values}"
 
     return {
-        "labels": (lambda c: call(c, labels=not other), alike("labels given", "True on rank 0; False on rank 1")),
+        "labels": (
+            lambda c: call(c, labels=not other),
+            same_on_ranks("labels given", "True on rank 0; False on rank 1"),
+        ),
         "tokens": (
             lambda c: decoder()(tokens(c, other), cp_context=c),
             by_rank_1(r"Decoder: ids must be \[B, T, ...\] with T = 20, this rank's share, got T = 21"),
@@ -128,19 +131,19 @@ def decoder_cases(other):
         ),
         "options": (
             lambda c: call(c, options={"attention": {"window": 5 if other else 6}}),
-            alike("config.options", ".*'window': 6.* on rank 0; .*'window': 5.* on rank 1"),
+            same_on_ranks("config.options", ".*'window': 6.* on rank 0; .*'window': 5.* on rank 1"),
         ),
         "pattern": (
             lambda c: call(c, pattern="gdn" if other else "kda"),
-            alike("config.pattern", "kda on rank 0; gdn on rank 1"),
+            same_on_ranks("config.pattern", "kda on rank 0; gdn on rank 1"),
         ),
         "frozen parameters": (
             lambda c: call(c, change=lambda model: model.blocks[0].mlp.requires_grad_(False)),
-            alike("the parameters", ".* numbers, float32"),
+            same_on_ranks("the parameters", ".* numbers, float32"),
         ),
         "recompute": (
             lambda c: call(c, change=lambda model: model.recompute("blocks")),
-            alike("recompute", "None on rank 0; blocks on rank 1"),
+            same_on_ranks("recompute", "None on rank 0; blocks on rank 1"),
         ),
         "a layout": (
             lambda c: decoder()(tokens(c), layout=c.layout if other else None, cp_context=c),
@@ -171,7 +174,7 @@ def unshard_cases(other):
 
 
 def compared(cases):
-    """Run the cases of a table."""
+    """Run a table of cases on every rank."""
 
     def on_each_rank(given, group):
         wrong = []  # raised at the end, because the other rank goes on
@@ -189,7 +192,7 @@ def compared(cases):
 
 
 def boundaries(given, group):
-    """Other ones on rank 1, with shares of the same sizes: wrong numbers, if nothing is compared."""
+    """Other boundaries with equal shares on rank 1 would give wrong results without a comparison."""
     for name, call in {
         "SoftmaxAttention": lambda c: attention()(rows(c), cp_context=c),
         "Decoder": lambda c: decoder()(tokens(c), cp_context=c),
@@ -204,8 +207,8 @@ def boundaries(given, group):
             raise AssertionError(f"{name}: not refused")
 
 
-def once(given, group):
-    """A decoder compares once for its layers; its backward and a second call compare nothing."""
+def compared_once(given, group):
+    """A decoder compares once for all of its layers; its backward and a second call compare nothing."""
     found = []
     agree = collectives.check_agreement
     collectives.check_agreement = lambda *said: (found.append(said[0]), agree(*said))
@@ -230,8 +233,8 @@ def once(given, group):
         collectives.check_agreement = agree
 
 
-def alone(given, group):
-    """What a rank refuses after the first comparison is no collective: the others are in the operator's own by then."""
+def refused_by_one_rank(given, group):
+    """A refusal by one rank after the first comparison is local: the others are in the operator's collectives."""
     context = build_cp_context(BOUNDS, group)
     mixer, model = layers.KimiDeltaAttention(WIDTH, 1, head_dim=8), decoder()
     for call, argument in ((mixer, rows), (attention(), rows), (model, tokens)):
@@ -253,7 +256,7 @@ def alone(given, group):
 
 
 def new_kinds(given, group):
-    """What rank 1 refuses in the first call of another kind is refused on both ranks, as in the very first call."""
+    """A refusal by rank 1 in the first call of another kind reaches both ranks, as in the very first call."""
 
     def rule(c, B, wrong, heads=1, dtype=torch.float32):
         q, k, v = (torch.ones(B, c.tokens, heads, 8, dtype=dtype) for _ in range(3))
@@ -288,7 +291,7 @@ def new_kinds(given, group):
         "attention": (layer(attention), [{"B": 2}]),
         "layer": (layer(lambda: layers.KimiDeltaAttention(WIDTH, 1, head_dim=8)), [{"B": 2}]),
     }
-    wrong = []  # told at the end: the other rank goes on
+    wrong = []  # raised at the end, because the other rank goes on
     for name, (call, kinds) in calls.items():
         for kind in kinds:
             context = build_cp_context(None, group, total_tokens=32)
@@ -304,7 +307,7 @@ def new_kinds(given, group):
 
 
 def new_modes(given, group):
-    """So is a refusal in the first call with gradients after one without."""
+    """The same for a refusal in the first call with gradients after a call without."""
     context = build_cp_context(BOUNDS, group)
     mixer = attention()
     with torch.no_grad():
@@ -318,7 +321,7 @@ def new_modes(given, group):
 
 
 def kinds_that_differed(given, group):
-    """A call that was refused because ranks differ has not been compared: the next refusal is announced as well."""
+    """A call that was refused because ranks differ does not count as compared; its next refusal is announced too."""
     context, mixer = build_cp_context(BOUNDS, group), attention(window=8 + group.rank())
     for extra, complaint in ((0, "window must be the same on all ranks"), (group.rank(), "x must be")):
         try:
@@ -331,7 +334,10 @@ def kinds_that_differed(given, group):
 
 TABLES = (attention_cases, layer_cases, decoder_cases, unshard_cases)
 CASES = {table.__name__: Case(lambda: None, compared(table)) for table in TABLES}
-CASES |= {run.__name__: Case(lambda: None, run) for run in (once, alone, new_kinds, new_modes, kinds_that_differed)}
+CASES |= {
+    run.__name__: Case(lambda: None, run)
+    for run in (compared_once, refused_by_one_rank, new_kinds, new_modes, kinds_that_differed)
+}
 BOUNDARIES = {"boundaries": Case(lambda: None, boundaries)}
 
 
@@ -339,5 +345,5 @@ def test_other_boundaries_on_one_rank_are_refused_on_all(tmp_path):
     assert not failures_on_ranks([2], tmp_path, __name__, "BOUNDARIES")
 
 
-def test_what_differs_between_ranks_is_refused_on_all_of_them(tmp_path):
+def test_differences_between_ranks_are_refused_on_all(tmp_path):
     assert not failures_on_ranks([2], tmp_path, __name__, "CASES")

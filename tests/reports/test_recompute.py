@@ -1,5 +1,7 @@
-"""`Decoder.recompute("blocks")` under `torch.compile` ended in an InternalTorchDynamoError. Set after blocks had been
-wrapped it changed an attribute of the wrapper and computed nothing again."""
+"""`Decoder.recompute("blocks")` under `torch.compile` ended in an InternalTorchDynamoError.
+
+If it was set after blocks had been wrapped, it changed an attribute of the wrapper, and nothing was recomputed.
+"""
 
 import copy
 
@@ -12,7 +14,7 @@ from wyfold.autograd import delta as pipeline
 from wyfold.models import Decoder, DecoderConfig
 from wyfold.models.block import Block
 
-# The compiler of PyTorch 2.11 keeps what a recurrence returned, even if all of a block is to be computed again.
+# The compiler of PyTorch 2.11 keeps the results of a recurrence even if the whole block is recomputed.
 COMPILED_BLOCKS = 1 if torch.__version__.startswith("2.11.") else 2
 
 IDS = torch.arange(20)[None] * 37 % 256
@@ -32,13 +34,13 @@ def gradients(model: nn.Module, **where) -> list[torch.Tensor]:
 
 @pytest.fixture
 def runs(monkeypatch) -> list[int]:
-    """Grows by one with each recurrence that runs forward."""
+    """A list that grows by one with each forward of a recurrence."""
     forward, found = pipeline.delta_parts.forward, []
     monkeypatch.setattr(pipeline.delta_parts, "forward", lambda *given: found.append(1) or forward(*given))
     return found
 
 
-# Dynamo makes an object of each autograd.Function it traces, which PyTorch itself deprecates.
+# Dynamo instantiates each autograd.Function it traces, which PyTorch deprecates.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("what", ["blocks", "selective"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -83,7 +85,7 @@ def checkpointed(block: nn.Module) -> nn.Module:
 
 
 class Wrapper(nn.Module):
-    """What trainers write around a block."""
+    """A wrapper around a block as trainers write it."""
 
     def __init__(self, inner: nn.Module):
         super().__init__()
@@ -94,9 +96,9 @@ class Wrapper(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # asked by Dynamo
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # read by Dynamo
 @pytest.mark.parametrize("wrapped", [compiled, compiled_in_place, checkpointed, Wrapper])
-def test_wrapped_blocks_recompute_when_they_are_told_to(wrapped, runs):
+def test_wrapped_blocks_recompute_when_set(wrapped, runs):
     model = decoder()
     truth = gradients(model)
     torch._dynamo.reset()
@@ -110,7 +112,7 @@ def test_wrapped_blocks_recompute_when_they_are_told_to(wrapped, runs):
         assert len(runs) == expected, what
 
 
-def test_a_block_that_is_gone_is_missed():
+def test_a_missing_block_is_refused():
     model = decoder("gdn kda")
     model.blocks[1] = nn.Identity()
     with pytest.raises(

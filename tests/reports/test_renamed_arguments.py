@@ -1,7 +1,7 @@
-"""transformers 5.24 renamed the cache argument, and a refusal that looked for the old name passed everything.
+"""transformers 5.24 renamed the cache argument, and a check that read the old name accepted every call.
 
-A batch padded on the right was no longer refused where a cache was filled, nor packed documents beside a cache. A
-stand-in for a modelling file has the parameters of either version, or of one to come.
+A batch padded on the right was no longer refused when a cache was filled, nor were packed documents with a cache. A
+stand-in for a modelling file has the parameters of either version, or of a future one.
 """
 
 import inspect
@@ -28,7 +28,7 @@ RULE = (
 
 
 def function(parameters: str, result: Any = None) -> Any:
-    """Returns its keywords, or a result, under a signature as a modelling file has it."""
+    """A function with the signature of a modelling file that returns its keywords, or a given result."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         return kwargs if result is None else result
@@ -46,8 +46,8 @@ def function(parameters: str, result: Any = None) -> Any:
 
 
 @pytest.fixture
-def later(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A modelling file whose names can be changed."""
+def future_module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A modelling file whose parameter names can be changed."""
     module: Any = ModuleType("transformers.models.later.modeling_later")
     module.torch_chunk_gated_delta_rule = function(RULE)
     module.torch_recurrent_gated_delta_rule = function(RULE)
@@ -61,11 +61,11 @@ def later(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("by_position", [True, False])
-def test_a_cache_is_seen_under_the_name_of_its_version(later: Any, by_position: bool):
-    """And under its former one, which 5.24 takes as a keyword and renames inside."""
+def test_a_cache_is_seen_under_the_name_of_its_version(future_module: Any, by_position: bool):
+    """And under its former name, which 5.24 accepts as a keyword and renames inside."""
     name = "cache"
-    later.LaterModel.forward = function(SIGNATURE.replace("past_key_values", name))
-    model, cache = later.LaterModel(), object()
+    future_module.LaterModel.forward = function(SIGNATURE.replace("past_key_values", name))
+    model, cache = future_module.LaterModel(), object()
 
     def call(attention_mask: Tensor | None = None, position_ids: Tensor | None = None) -> Any:
         if by_position:
@@ -83,14 +83,14 @@ def test_a_cache_is_seen_under_the_name_of_its_version(later: Any, by_position: 
 
 
 @pytest.mark.parametrize("name", ["past_key_values", "position_ids", "attention_mask", "use_cache", "**kwargs"])
-def test_a_forward_with_other_parameters_is_refused_when_it_is_patched(later: Any, name: str):
-    later.LaterModel.forward = function(", ".join(p for p in SIGNATURE.split(", ") if p != name))
-    before = later.causal_conv1d_fn
+def test_a_forward_with_other_parameters_is_refused_when_it_is_patched(future_module: Any, name: str):
+    future_module.LaterModel.forward = function(", ".join(p for p in SIGNATURE.split(", ") if p != name))
+    before = future_module.causal_conv1d_fn
     expected = "past_key_values or cache" if name == "past_key_values" else name.replace("*", "[*]")
     with pytest.raises(UnsupportedError, match=f"LaterModel has no parameter {expected}; known are"):
         patch("later")
-    assert later.causal_conv1d_fn is before
-    patch("later", packing=False).undo()  # which looks at none of them
+    assert future_module.causal_conv1d_fn is before
+    patch("later", packing=False).undo()  # which reads none of them
 
 
 @pytest.mark.parametrize(
@@ -104,35 +104,37 @@ def test_a_forward_with_other_parameters_is_refused_when_it_is_patched(later: An
     ],
 )
 def test_functions_with_other_parameters_are_refused_when_they_are_patched(
-    later: Any, owner: str, parameters: str, missing: str
+    future_module: Any, owner: str, parameters: str, missing: str
 ):
     if owner == "LaterNorm":
-        later.LaterNorm.forward = function(parameters)
+        future_module.LaterNorm.forward = function(parameters)
     else:
-        setattr(later, owner, function(parameters))
+        setattr(future_module, owner, function(parameters))
     with pytest.raises(UnsupportedError, match=f"{owner}.* has no parameter {missing}"):
         patch("later", norm=True)
 
 
-def test_a_layer_that_is_not_handed_the_boundaries_is_refused(later: Any):
-    """A version that hands them to layers under another name would mix the documents."""
+def test_a_layer_that_does_not_get_the_boundaries_is_refused(future_module: Any):
+    """A version that passes boundaries to layers under another name would mix the documents."""
 
     def forward(self: Any, input_ids: Tensor, **kwargs: Any) -> Any:
         x = torch.zeros(1, 8, 4)
-        return later.causal_conv1d_fn(x, torch.zeros(8, 4), None, "silu", boundaries=kwargs["cu_seq_lens_q"])
+        return future_module.causal_conv1d_fn(x, torch.zeros(8, 4), None, "silu", boundaries=kwargs["cu_seq_lens_q"])
 
     forward.__signature__ = function(SIGNATURE).__signature__  # type: ignore[attr-defined]
-    later.LaterModel.forward = forward
+    future_module.LaterModel.forward = forward
     with patch("later"):
         with pytest.raises(ValueError, match="later must hand cu_seq_lens_q on to its layers"):
-            later.LaterModel()(IDS, **PACKED)
-        later.causal_conv1d_fn(torch.zeros(1, 8, 4), torch.zeros(8, 4))  # by itself: no documents are packed
+            future_module.LaterModel()(IDS, **PACKED)
+        future_module.causal_conv1d_fn(
+            torch.zeros(1, 8, 4), torch.zeros(8, 4)
+        )  # outside of a model: no documents are packed
 
 
-def test_arguments_beyond_the_signature_are_errors_as_in_python(later: Any):
-    """They were dropped, and the keyword won over the position."""
+def test_arguments_beyond_the_signature_are_errors_as_in_python(future_module: Any):
+    """They were dropped, and a keyword overrode a positional argument."""
     with patch("later"):
         with pytest.raises(TypeError, match="forward takes 6 positional arguments, got 7"):
-            later.LaterModel()(IDS, None, None, None, None, None, None)
+            future_module.LaterModel()(IDS, None, None, None, None, None, None)
         with pytest.raises(TypeError, match="input_ids must be given once"):
-            later.LaterModel()(IDS, input_ids=IDS)
+            future_module.LaterModel()(IDS, input_ids=IDS)

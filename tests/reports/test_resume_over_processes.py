@@ -1,8 +1,8 @@
-"""A run over several processes is resumed from any of its checkpoints.
+"""A run over several processes can be resumed from each of its checkpoints.
 
-An evaluation left the parameters of the root module (embedding, last norm) gathered, so a checkpoint written right
-after it, as the last one always is, lacked their optimizer moments: resuming was a ValueError, and the command of a
-finished run given again a traceback.
+An evaluation left the parameters of the root module (embedding, last norm) gathered. A checkpoint written right after
+it, as the last one always is, lacked their optimizer moments. Resuming raised a ValueError, and repeating the command
+of a finished run ended in a traceback.
 """
 
 import json
@@ -43,7 +43,7 @@ def history(folder):
 
 
 def state(run):
-    """All of a run's parameters and moments, by name."""
+    """All parameters and moments of a run, by name."""
     found = dict(run.model.state_dict())
     for name, parameter in run.model.named_parameters():
         found |= {f"{name}/{key}": value for key, value in run.optimizer.state[parameter].items()}
@@ -51,7 +51,7 @@ def state(run):
 
 
 def resume_every_checkpoint(folder, group):
-    """Each step is evaluated and saved; each checkpoint is taken up, trained to the end, and taken up again."""
+    """Each step is evaluated and saved; each checkpoint is resumed, trained to the end, and resumed again."""
     checkpoint.KEPT = 10
     world = DistributedWorld(torch.device("cpu"), cp=1)
     first = of_a_run(folder / "whole", world)
@@ -76,7 +76,7 @@ def resume_every_checkpoint(folder, group):
 
 
 def parameters_after_an_evaluation(folder, group):
-    """They are the optimizer's, so that whatever reads a gradient or a moment by them finds it."""
+    """They are those of the optimizer, so that gradients and moments can be looked up by parameter."""
     run = of_a_run(folder / "looked", DistributedWorld(torch.device("cpu"), cp=group.size()), layers="kda attention")
     known = {id(parameter) for held in run.optimizer.param_groups for parameter in held["params"]}
     run.evaluate()
@@ -95,5 +95,5 @@ OF_A_GROUP = {
 
 
 @pytest.mark.long
-def test_every_checkpoint_resumes_to_the_very_end(tmp_path):
+def test_every_checkpoint_resumes_to_the_end(tmp_path):
     assert not failures_on_ranks([2], tmp_path, __name__, "OF_A_GROUP")

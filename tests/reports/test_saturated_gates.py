@@ -1,7 +1,7 @@
-"""The gradient of a saturated gate was lost on the CPU: 1 - sigmoid(x) cancels where x is large.
+"""The gradient of a saturated gate lost its digits on the CPU: 1 - sigmoid(x) cancels for large x.
 
-At x = 17 nothing was left of it in float32. The gradient of A_log of a bounded KDA gate whose inputs were all saturated
-was off by 2e-4, that of a logit of the write strength by anything up to all of it.
+At x = 17 no digit was left in float32. The gradient of A_log of a bounded KDA gate with saturated inputs only had an
+error of 2e-4, and that of a write strength's logit up to 100 %.
 """
 
 import pytest
@@ -13,30 +13,30 @@ UNIT = 2.0**-24  # float32
 
 
 def sigmoid_slope(x: torch.Tensor) -> torch.Tensor:
-    """Derivative of the sigmoid in float64; the two factors are computed apart."""
+    """Derivative of the sigmoid in float64 as a product of two separately computed factors."""
     x = x.double()
     return torch.sigmoid(x) * torch.sigmoid(-x)
 
 
 @pytest.fixture
 def saturated() -> torch.Tensor:
-    """Pre-activations of either sign, up to 40."""
+    """Pre-activations of both signs, up to 40."""
     return torch.cat([torch.linspace(-40.0, 40.0, 160), torch.tensor([17.5, -17.5, 0.0, 25.0])])
 
 
 def assert_within(got: torch.Tensor, expected: torch.Tensor, ulps: float) -> None:
-    """Each number within so many units of roundoff, relative to itself."""
+    """Require each element within a number of units of roundoff, relative to itself."""
     error = ((got.double() - expected).abs() / expected.abs()).max().item()
     assert error <= ulps * UNIT, f"off by {error:.2e}, allowed {ulps * UNIT:.2e}"
 
 
-def test_of_the_write_strength(saturated: torch.Tensor, backend: str, device: torch.device):
+def test_write_strength(saturated: torch.Tensor, backend: str, device: torch.device):
     x = saturated.to(device).requires_grad_()
     (dx,) = torch.autograd.grad(wyfold.fused_beta_sigmoid(x, 2.0, backend=backend).sum(), x)
     assert_within(dx.cpu(), 2 * sigmoid_slope(saturated), 64)
 
 
-def test_of_a_bounded_gate(saturated: torch.Tensor, backend: str, device: torch.device):
+def test_bounded_gate(saturated: torch.Tensor, backend: str, device: torch.device):
     g = saturated.view(-1, 1, 1).expand(-1, 1, 8).contiguous().to(device).requires_grad_()
     A_log = torch.zeros(1, device=device, requires_grad=True)
     decay = wyfold.fused_kda_gate(g, A_log, lower_bound=-4.0, backend=backend)
@@ -44,7 +44,7 @@ def test_of_a_bounded_gate(saturated: torch.Tensor, backend: str, device: torch.
     assert_within(dg[:, 0, 0].cpu(), -4 * sigmoid_slope(saturated), 64)
 
 
-def test_of_the_rate_where_all_gates_are_saturated(backend: str, device: torch.device):
+def test_rate_when_all_gates_are_saturated(backend: str, device: torch.device):
     x = torch.linspace(8.0, 20.0, 96)
     g, A_log = x.view(-1, 1, 1).expand(-1, 1, 8).to(device), torch.zeros(1, device=device, requires_grad=True)
     decay = wyfold.fused_kda_gate(g, A_log, lower_bound=-4.0, backend=backend)
@@ -53,7 +53,7 @@ def test_of_the_rate_where_all_gates_are_saturated(backend: str, device: torch.d
     assert_within(dA_log.cpu(), expected, 64)
 
 
-def test_of_an_output_gate(saturated: torch.Tensor, backend: str, device: torch.device):
+def test_output_gate(saturated: torch.Tensor, backend: str, device: torch.device):
     g = saturated[:, None].to(device).requires_grad_()
     x = torch.ones_like(saturated)[:, None].to(device)
     y = wyfold.rms_norm_gated(x, g, torch.ones(1, device=device), activation="sigmoid", eps=1e-12, backend=backend)
@@ -62,7 +62,7 @@ def test_of_an_output_gate(saturated: torch.Tensor, backend: str, device: torch.
 
 
 @pytest.mark.parametrize("form", ["chunk", "fused_recurrent"])
-def test_of_a_logit_inside_an_operator(form: str, backend: str, device: torch.device):
+def test_logit_inside_an_operator(form: str, backend: str, device: torch.device):
     """One token from an empty state: o = beta v where q = k is a unit vector."""
     K, logit = 8, 17.5
     q = torch.nn.functional.one_hot(torch.tensor(0), K).float().view(1, 1, 1, K).to(device)
@@ -74,7 +74,7 @@ def test_of_a_logit_inside_an_operator(form: str, backend: str, device: torch.de
 
 
 @pytest.mark.parametrize("form", ["chunk", "fused_recurrent"])
-def test_of_a_bounded_gate_inside_an_operator(form: str, backend: str, device: torch.device):
+def test_bounded_gate_inside_an_operator(form: str, backend: str, device: torch.device):
     """One token from a state, nothing written: o = exp(g) S^T k."""
     K, logit = 8, 17.5
     q = torch.nn.functional.one_hot(torch.tensor(0), K).float().view(1, 1, 1, K).to(device)

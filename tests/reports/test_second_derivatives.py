@@ -1,8 +1,8 @@
-"""A gradient of a gradient left the operator out without an error: a gradient penalty through `torch.autograd.grad` was
-wrong by all of it, a Hessian was zeros. Only a plain `backward()` refused.
+"""Second derivatives ignored the operator without an error.
 
-The operators are once differentiable. Whatever asks for a second derivative must be refused, also where another path
-gives it a value.
+A gradient penalty through `torch.autograd.grad` was completely wrong, and a Hessian was zeros; only a plain
+`backward()` raised. The operators are once differentiable. Every request for a second derivative must be refused, even
+if another path contributes to it.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ SENTENCE = "^wyfold operators are once differentiable: .* Take it of wyfold.refe
 REFUSED = "once differentiable|double backward"
 
 
-def of_one(subject: OperatorSpec, name: str) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    """The sum of all results as a function of one argument, with another path from it to the sum; and the argument."""
+def scalar_function(subject: OperatorSpec, name: str) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """The sum of all results, plus a path past the operator, as a function of one argument; and that argument."""
     arguments = subject.arguments(SHAPE, torch.float64, 0)
     run = lambda x: sum(y.square().sum() for y in subject.ours(arguments | {name: x})) + x.pow(3).sum()
     return run, arguments[name]
@@ -56,7 +56,7 @@ def by_backward_of_inputs(run: Callable[[Tensor], Tensor], x: Tensor) -> None:
 
 
 def by_create_graph(run: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    """The first gradient by `backward`, as optimizers of second order take it."""
+    """The first gradient by `backward`, as second-order optimizers compute it."""
     x = x.requires_grad_()
     run(x).backward(create_graph=True)
     torch.autograd.grad(x.grad.square().sum(), x)
@@ -81,7 +81,7 @@ def by_hvp(run: Callable[[Tensor], Tensor], x: Tensor) -> None:
 
 
 def by_jvp(run: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    """PyTorch takes this one as the gradient of a gradient, with respect to the incoming one."""
+    """PyTorch computes it as the gradient of a gradient with respect to the incoming one."""
     functional.jvp(run, x, torch.ones_like(x))
 
 
@@ -98,7 +98,7 @@ WAYS = [
 ]
 
 
-# PyTorch's own.
+# A warning of PyTorch.
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 
 
@@ -109,14 +109,14 @@ def test_every_differentiable_operator_is_tried():
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize(("subject", "name"), CASES)
 def test_a_second_derivative_is_refused(subject: OperatorSpec, name: str, way: Callable[..., None]):
-    run, x = of_one(subject, name)
+    run, x = scalar_function(subject, name)
     with pytest.raises(RuntimeError, match=REFUSED):
         way(run, x)
 
 
 @pytest.mark.parametrize("wrt", ["incoming", "k"])
-def test_what_the_gradient_depends_on_besides_its_own_tensor(wrt: str):
-    """dq depends on k and on the incoming gradient: asking how is a second derivative as well."""
+def test_derivatives_with_respect_to_other_inputs_of_the_gradient(wrt: str):
+    """dq depends on k and on the incoming gradient: those derivatives are second derivatives as well."""
     q, k, do = (torch.randn(1, 5, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
     (dq,) = torch.autograd.grad(wyfold.chunk_delta_rule(q, k, k.detach())[0], q, do, create_graph=True)
     with pytest.raises(RuntimeError, match=REFUSED):
@@ -158,9 +158,9 @@ def test_a_penalty_inside_a_compiled_function_is_refused(compiler: str):
 
 
 @pytest.mark.parametrize(("subject", "name"), CASES)
-def test_asking_for_the_graph_changes_no_gradient(subject: OperatorSpec, name: str):
-    """Not even where nothing is asked of the graph: it is given up without an error."""
-    run, x = of_one(subject, name)
+def test_create_graph_changes_no_gradient(subject: OperatorSpec, name: str):
+    """With `create_graph` and no use of the graph, which is then freed without an error."""
+    run, x = scalar_function(subject, name)
     x.requires_grad_()
     (plain,) = torch.autograd.grad(run(x), x)
     (with_graph,) = torch.autograd.grad(run(x), x, create_graph=True)
@@ -170,8 +170,8 @@ def test_asking_for_the_graph_changes_no_gradient(subject: OperatorSpec, name: s
 
 @pytest.mark.parametrize("batched", ["is_grads_batched", "vmap"])
 @pytest.mark.parametrize(("subject", "name"), CASES)
-def test_batches_of_gradients_that_are_to_be_differentiated(subject: OperatorSpec, name: str, batched: str):
-    """They ended in PyTorch's words, or in advice about an operator that the user never called."""
+def test_batched_gradients_with_create_graph(subject: OperatorSpec, name: str, batched: str):
+    """The error was PyTorch's own, or advised on an operator that the user never called."""
     arguments = subject.arguments(SHAPE, torch.float64, 0)
     x = arguments[name].requires_grad_()
     y = subject.ours(arguments | {name: x})[0]

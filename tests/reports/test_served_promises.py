@@ -1,5 +1,7 @@
-"""What serving promises beside the operators. `prefill` was said to have the bits of `chunk_*`, which cuts long calls
-into segments and `prefill` does not; `decode_packed` had a `lower_bound` and, unlike `decode`, no `safe_gate`.
+"""Documented promises of serving that did not hold.
+
+`prefill` was documented to have the bits of `chunk_*`, but `chunk_*` cuts long calls into segments and `prefill` does
+not. `decode_packed` had a `lower_bound` but, unlike `decode`, no `safe_gate`.
 """
 
 import inspect
@@ -36,7 +38,7 @@ def test_prefill_has_the_bits_of_the_operator_without_segments(rule: str, float6
     float64_bounds.output("o", in_segments, whole)
 
 
-def test_the_docstring_says_where_the_bits_hold():
+def test_the_docstring_states_where_the_bits_are_equal():
     assert "cuts no sequence into segments" in " ".join(serving.prefill.__doc__.split())
 
 
@@ -58,10 +60,10 @@ def test_decode_packed_clamps_the_gate_as_decode_does(rule: str, bound: float | 
     p = serving.decode_packed(*packed, pools[1], safe_gate=True, **sizes, **common)
     assert torch.equal(p, o[:, 0]) and torch.equal(pools[1], pools[0])
     unsafe = serving.decode_packed(*packed, pools[2], **sizes, **common)
-    assert torch.equal(unsafe, p) == (bound is not None)  # a bounded gate is above its bound as it is
+    assert torch.equal(unsafe, p) == (bound is not None)  # a bounded gate never reaches its bound
 
 
-def test_a_bound_that_safe_gate_does_not_take():
+def test_a_bound_outside_of_safe_gates_range_is_refused():
     x = torch.randn(1, 48)
     with pytest.raises(ValueError, match=r"^decode_packed: lower_bound must be in \[-5, 0\) with safe_gate=True"):
         serving.decode_packed(
@@ -77,13 +79,13 @@ def test_every_operator_with_a_bound_inside_has_safe_gate():
     functions = [op for op in operators if inspect.isfunction(op)]
     recurrences = [op for op in functions if "lower_bound" in inspect.signature(op).parameters]
     without = {op.__name__ for op in recurrences if "safe_gate" not in inspect.signature(op).parameters}
-    assert without == {"fused_kda_gate"}  # the activation alone
+    assert without == {"fused_kda_gate"}  # only an activation
 
 
 @pytest.mark.parametrize("asked", ["plain", "odd v", "odd out", "float32 out", "states"])
 def test_explain_names_the_launches_of_prefill(asked: str, monkeypatch):
-    """As on an H100."""
-    monkeypatch.setattr(serving_call, "best_chunk_size", lambda *_, **__: 64)  # a card's
+    """The plan is that of an H100."""
+    monkeypatch.setattr(serving_call, "best_chunk_size", lambda *_, **__: 64)  # the value on a GPU
     a = inputs.draw("random", "gated_delta_rule", Shape(1, 128, 1, 1, 128, 128), dtype=torch.bfloat16)
     odd = a["v"].new_zeros(a["v"].numel() + 1)[1:].view(a["v"].shape)
     a |= {"pool": torch.zeros(2, 1, 128, 128), "state_v_first": False, "backend": "triton"}
@@ -104,7 +106,7 @@ def test_explain_names_the_launches_of_prefill(asked: str, monkeypatch):
 
 @pytest.fixture
 def gpu_tensors(monkeypatch: pytest.MonkeyPatch):
-    """Tensors that claim to be on a GPU, whose contents cannot be read: a read raises, as it does in a capture."""
+    """Tensors that claim to be on a GPU. Reading their contents raises, as during a graph capture."""
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     monkeypatch.setattr(check, "Tensor", FakeTensor)
@@ -113,7 +115,7 @@ def gpu_tensors(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_captured_step_inside_checked_reads_no_contents(gpu_tensors, monkeypatch: pytest.MonkeyPatch):
-    """`stream` captures its second step as a CUDA graph; reading token ids or slots there would end the capture."""
+    """`stream` captures its second step as a CUDA graph; reading token ids or slots would abort the capture."""
     with torch.device("meta"):
         model = Decoder(DecoderConfig(hidden_size=32, num_layers=1, pattern="gdn", num_heads=2, head_dim=16))
     ids, q = gpu_tensors(2, 1), gpu_tensors(2, 1, 2, 16)

@@ -1,5 +1,8 @@
-"""A decoder sharded by FSDP2 generated other tokens than the plain one: the cache of each layer was a dict, and
-`fully_shard(block, mp_policy=...)` hands a copy of every dict to the module, so each step started afresh."""
+"""A decoder sharded by FSDP2 generated other tokens than the plain one.
+
+Each layer's cache was a dict, and `fully_shard(block, mp_policy=...)` passes the module a copy of every dict, so each
+step started from an empty state.
+"""
 
 import copy
 import os
@@ -19,7 +22,7 @@ from wyfold.models import Decoder, DecoderConfig
 from wyfold.models.block import Block
 from wyfold.reference.error import judge, require
 
-PATTERNS = ("gdn kda ttt_linear delta_net attention", "gdn kda delta_net")  # the second one fits into pools
+PATTERNS = ("gdn kda ttt_linear delta_net attention", "gdn kda delta_net")  # the second one can use pools
 PROMPT, STEPS = 10, 10
 BOUND = 1e-10  # float64
 
@@ -35,7 +38,7 @@ def decoder(pattern: str, tied: bool) -> Decoder:
 
 
 def decoded(model: Decoder, ids: torch.Tensor, caches: bool, **of_pools) -> torch.Tensor:
-    """Logits of a prompt and of single tokens after it, from a cache or from pools."""
+    """Logits of a prompt and of the single tokens after it, from a cache or from pools."""
     cache = model.new_cache(len(ids))
     if not caches:
         pools = model.new_pools(5, **of_pools)
@@ -46,7 +49,7 @@ def decoded(model: Decoder, ids: torch.Tensor, caches: bool, **of_pools) -> torc
 
 
 def sharded(model: Decoder, dtype: torch.dtype, apart: bool) -> Decoder:
-    """The model under `fully_shard`; apart: embedding and head are sharded by themselves."""
+    """The model under `fully_shard`; with `apart`, embedding and head are sharded separately."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     own = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
@@ -74,7 +77,7 @@ def prepared():
     return found
 
 
-def sharded_is_plain(given, group):
+def sharded_equals_plain(given, group):
     for model, dtype, ids, truth, tokens, packed in given:
         for apart in (False, True):
             ours = sharded(copy.deepcopy(model), dtype, apart)
@@ -92,7 +95,7 @@ def small():
 
 
 def sharded_trains_after_generating(given, group):
-    """Nothing that generation gathered stays behind: gradients are those of the plain model."""
+    """Parameters gathered for generation are resharded: the gradients are those of the plain model."""
     model, ids = given
     plain, ours = copy.deepcopy(model), sharded(copy.deepcopy(model), torch.float32, apart=True)
     ours.generate(ids, 3, temperature=0)
@@ -102,8 +105,8 @@ def sharded_trains_after_generating(given, group):
         require(judge(parameter.grad.full_tensor(), plain.get_parameter(name).grad, name=name, target=BOUND))
 
 
-def a_process_that_has_stopped_goes_on(given, group):
-    """Until all have: each step gathers parameters from every process."""
+def stopped_process_continues(given, group):
+    """A process whose generation has ended continues until all have, because each step gathers parameters from all."""
     model, ids = given
     mine = ids[:1] + dist.get_rank() * 7 % 256
     first = model.generate(ids[:1] % 256, 1, temperature=0)[0, -1].item()  # ends process 0 at once
@@ -132,8 +135,8 @@ def sharded_is_saved_from_one_process(given, group):
         ours.save(folder, state_dict={"embedding.weight": model.embedding.weight})
 
 
-def a_head_may_be_divided_by_itself(given, group):
-    """By PyTorch's tensor parallelism, the rest of the decoder ordinary tensors."""
+def tensor_parallel_head(given, group):
+    """With PyTorch's tensor parallelism, while the rest of the decoder has ordinary tensors."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -147,7 +150,7 @@ def a_head_may_be_divided_by_itself(given, group):
     assert torch.equal(ours.generate(ids, 4, temperature=0), model.generate(ids, 4, temperature=0))
 
 
-def divided_by_heads_serves_from_pools(given, group):
+def tensor_parallel_decoder_serves_from_pools(given, group):
     model, ids = decoder("gdn kda", tied=True).double(), given[1]
     ours = copy.deepcopy(model)
     dtensor.parallelize(ours, init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -161,8 +164,8 @@ def divided_by_heads_serves_from_pools(given, group):
     assert torch.equal(Decoder.load(folder)(ids)[0], model(ids)[0])
 
 
-def older_wrappers_are_plain(given, group):
-    """DistributedDataParallel, and FSDP1 with decays sharded by themselves, which it frees after their call."""
+def older_wrappers_equal_plain(given, group):
+    """DistributedDataParallel, and FSDP1 with separately sharded decays, which it frees after their call."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -170,7 +173,7 @@ def older_wrappers_are_plain(given, group):
     truth = decoded(model, ids, caches=True)
     kinds = ModuleWrapPolicy({Block, DecayParameters})
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is deprecated, and says what one rank means
+        warnings.simplefilter("ignore")  # deprecation, and a remark on groups of one rank
         wrapped = [torch.nn.parallel.DistributedDataParallel(copy.deepcopy(model))] + [
             FullyShardedDataParallel(
                 copy.deepcopy(model), auto_wrap_policy=kinds, device_id=torch.device("cpu"), use_orig_params=own
@@ -185,7 +188,7 @@ def older_wrappers_are_plain(given, group):
             ours(ids, ids)[1].backward()
 
 
-def pools_of_a_sharded_decoder_are_ordinary(given, group):
+def pools_of_a_sharded_decoder_are_plain_tensors(given, group):
     model, _ = given
     pool = sharded(copy.deepcopy(model), torch.float32, apart=False).new_pools(3).layers[0]
     assert type(pool.conv) is type(pool.state) is torch.Tensor
@@ -193,23 +196,23 @@ def pools_of_a_sharded_decoder_are_ordinary(given, group):
 
 
 CASES = {
-    "sharded is plain": Case(prepared, sharded_is_plain),
+    "sharded is plain": Case(prepared, sharded_equals_plain),
     **{
         run.__name__.replace("_", " "): Case(small, run)
         for run in (
             sharded_trains_after_generating,
-            a_process_that_has_stopped_goes_on,
+            stopped_process_continues,
             sharded_is_saved_from_one_process,
-            a_head_may_be_divided_by_itself,
-            divided_by_heads_serves_from_pools,
-            pools_of_a_sharded_decoder_are_ordinary,
-            older_wrappers_are_plain,
+            tensor_parallel_head,
+            tensor_parallel_decoder_serves_from_pools,
+            pools_of_a_sharded_decoder_are_plain_tensors,
+            older_wrappers_equal_plain,
         )
     },
 }
 
 
 @pytest.mark.long
-def test_a_sharded_decoder_is_a_plain_one(tmp_path):
-    """On one and two processes: logits, tokens, gradients; what it cannot do it says."""
+def test_a_sharded_decoder_equals_a_plain_one(tmp_path):
+    """On one and two processes: logits, tokens and gradients; unsupported uses are refused."""
     assert not failures_on_ranks([1, 2], tmp_path, __name__, "CASES")

@@ -1,7 +1,7 @@
-"""A call that stops and goes on from its state was said to give the bits of one call, for TTT-Linear at every token.
-It does where a mini-batch ends; inside one, outputs and states have the right values and other last bits.
+"""A TTT-Linear call continued from a state was documented to have the bits of one call at every token.
 
-What the kernels of the delta rules promise is in `tests/interpret/test_delta_bits.py`.
+The bits are equal if the cut is between mini-batches. Inside one, outputs and states are correct with other last bits.
+The promises of the delta rules' kernels are tested in `tests/interpret/test_delta_bits.py`.
 """
 
 import pytest
@@ -43,7 +43,9 @@ def test_ttt_continues_from_any_token(cut: int, float64_bounds):
 @pytest.mark.parametrize("rule", ["delta_rule", "gated_delta_rule", "kda"])
 @pytest.mark.parametrize("form", ["chunk", "fused_recurrent"])
 def test_gradients_cross_a_cut_whatever_the_scale(form: str, rule: str, scale: float | None, results):
-    """On eager, with the state's gradient handed over by hand, as a training that truncates sequences does."""
+    """On the eager backend, with the state's gradient passed on by hand, as in truncated training over long
+    sequences.
+    """
     op = getattr(wyfold, f"{form}_{rule}")
     a = inputs.draw("random", rule, Shape(1, 48, 1, 2, 8, 16), gate="weak", state="normal") | {
         "scale": scale,

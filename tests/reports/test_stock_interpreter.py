@@ -1,7 +1,8 @@
-"""`TRITON_INTERPRET=1` with `backend="triton"` returned wrong numbers without an error: Triton's interpreter rounds a
-fused multiply-add twice and computes with the bits of bfloat16 as integers. Only the test suite repairs it.
+"""`TRITON_INTERPRET=1` with `backend="triton"` gave wrong results without an error.
 
-Every operator must refuse the interpreter as Triton ships it, on CPU and on CUDA tensors, and `doctor` must say so.
+Triton's interpreter rounds a fused multiply-add twice and computes with the bits of bfloat16 as integers. Only the test
+suite repairs it. Every operator must refuse the unmodified interpreter, on CPU and on CUDA tensors, and `doctor` must
+report it.
 """
 
 import json
@@ -51,7 +52,7 @@ def outcomes() -> dict[str, str]:
 
 def test_every_call_is_refused_with_the_reason_and_what_to_do(outcomes: dict[str, str]):
     assert len(outcomes) > 20
-    assert "no ttt_open launch" in outcomes.pop("fused_recurrent_ttt_linear")  # has no kernels at all
+    assert "no ttt_open launch" in outcomes.pop("fused_recurrent_ttt_linear")  # has no kernels
     for name, outcome in outcomes.items():
         for said in ("TRITON_INTERPRET=1", "wrong numbers", 'backend="eager"'):
             assert said in outcome, f"{name}: {outcome}"

@@ -1,6 +1,9 @@
-"""`l2norm` of every second row of a tensor wrote its result to wrong places: kernels count distances between rows in a
-common divisor of all tensors, which was computed without the output. Rows of 7 numbers, 14 apart, gave a divisor of 2,
-and the output's distance of 7 is no multiple of it. Row operators are tested here with strided inputs."""
+"""`l2norm` of every second row of a tensor wrote its result to wrong places.
+
+Kernels measure row strides in units of a common divisor of all tensors' strides, which was computed without the output.
+Rows of 7 elements with stride 14 gave a divisor of 2, and the output's stride of 7 is no multiple of it. Here row
+operators are tested with strided inputs.
+"""
 
 from collections.abc import Callable
 
@@ -11,11 +14,11 @@ from torch import Tensor
 import wyfold
 from wyfold.reference.error import judge, require
 
-ODD = 7  # numbers of a row
+ODD = 7  # elements per row
 
 
 def every_second(x: Tensor) -> Tensor:
-    """The values of x [n, ...], each row as far from the next as two."""
+    """The values of x [n, ...] as every second row of a larger tensor."""
     return torch.stack([x, torch.full_like(x, torch.nan)], 1).flatten(0, 1)[::2]
 
 

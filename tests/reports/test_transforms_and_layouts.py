@@ -1,6 +1,8 @@
-"""Transforms of PyTorch and unusual tensors ended in PyTorch's own words: "must override the setup_context
-staticmethod", "NestedTensorImpl doesn't support sizes. Please file an issue". Each gives right numbers now, or one
-sentence that names the operator, the argument where there is one, and what to do.
+"""PyTorch's transforms and unusual tensors ended in PyTorch's errors.
+
+Examples are "must override the setup_context staticmethod" and "NestedTensorImpl doesn't support sizes. Please file an
+issue". Now each gives correct results, or one sentence that names the operator, the argument if there is one, and what
+to do.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,18 +33,18 @@ ARGUMENTS = [
 DIFFERENTIABLE = [case for case in ARGUMENTS if case.values[0].backward]
 
 
-def of_one(subject: OperatorSpec, name: str) -> tuple[Callable[[Tensor], tuple[Tensor, ...]], Tensor]:
+def unary_function(subject: OperatorSpec, name: str) -> tuple[Callable[[Tensor], tuple[Tensor, ...]], Tensor]:
     """The operator as a function of one of its arguments, and that argument."""
     arguments = subject.arguments(SHAPE, torch.float64, 0)
     return lambda x: subject.ours(arguments | {name: x}), arguments[name].detach()
 
 
-# --- right numbers ---------------------------------------------------------------------------------------------------
+# --- supported -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("subject", "name"), DIFFERENTIABLE)
 def test_a_batch_of_incoming_gradients(subject: OperatorSpec, name: str):
-    run, x = of_one(subject, name)
+    run, x = unary_function(subject, name)
     x.requires_grad_()
     y = run(x)[0]
     dy = torch.randn(3, *y.shape, dtype=y.dtype)
@@ -56,7 +58,7 @@ def test_a_batch_of_incoming_gradients(subject: OperatorSpec, name: str):
 @pytest.mark.parametrize(("subject", "name"), DIFFERENTIABLE)
 @pytest.mark.parametrize("members", [0, 3])
 def test_a_batch_along_another_dimension(subject: OperatorSpec, name: str, members: int):
-    run, x = of_one(subject, name)
+    run, x = unary_function(subject, name)
     x.requires_grad_()
     y = run(x)[0]
     dy = torch.randn(members, *y.shape, dtype=y.dtype)
@@ -68,7 +70,7 @@ def test_a_batch_along_another_dimension(subject: OperatorSpec, name: str, membe
 @pytest.mark.parametrize("name", ["l2norm", "chunk_delta_rule", "causal_conv1d", "chunk_ttt_linear"])
 def test_a_vectorized_jacobian(name: str):
     subject = OPERATOR_SPECS[name]
-    run, x = of_one(subject, {"l2norm": "x", "causal_conv1d": "bias"}.get(name, "v"))
+    run, x = unary_function(subject, {"l2norm": "x", "causal_conv1d": "bias"}.get(name, "v"))
     vectorized, plain = (functional.jacobian(lambda x: run(x)[0], x, vectorize=flag) for flag in (True, False))
     assert torch.equal(vectorized, plain)
 
@@ -84,7 +86,7 @@ PLAIN = {
 @pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize(("subject", "name"), ARGUMENTS)
 def test_tensors_that_stand_for_others(subject: OperatorSpec, name: str, kind: str):
-    run, x = of_one(subject, name)
+    run, x = unary_function(subject, name)
     as_it_is, plain = PLAIN[kind]
     with torch.no_grad():
         got, expected = run(as_it_is(x)), run(plain(x))
@@ -92,7 +94,8 @@ def test_tensors_that_stand_for_others(subject: OperatorSpec, name: str, kind: s
         assert torch.equal(y.a if isinstance(y, TwoTensor) else y, z)
 
 
-# --- one sentence ----------------------------------------------------------------------------------------------------
+# --- refused in one sentence
+# -------------------------------------------------------------------------------------------
 
 TRANSFORMS: dict[str, tuple[Callable[..., Any], str]] = {
     "vmap": (lambda run, x: torch.func.vmap(run)(torch.stack([x, x])), "vmap"),
@@ -110,7 +113,7 @@ TRANSFORMS: dict[str, tuple[Callable[..., Any], str]] = {
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize(("subject", "name"), ARGUMENTS)
 def test_a_transform_is_refused(subject: OperatorSpec, name: str, transform: str):
-    run, x = of_one(subject, name)
+    run, x = unary_function(subject, name)
     make, kind = TRANSFORMS[transform]
     message = rf"^{subject.operator}: no tensor may be under a transform of torch\.func, got {kind}; give a batch as"
     with pytest.raises((RuntimeError, ValueError), match=message if subject.backward else f"^{subject.operator}: "):
@@ -120,9 +123,9 @@ def test_a_transform_is_refused(subject: OperatorSpec, name: str, transform: str
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # PyTorch's own
 @pytest.mark.parametrize(("subject", "name"), ARGUMENTS)
 def test_a_tangent_is_refused(subject: OperatorSpec, name: str):
-    run, x = of_one(subject, name)
+    run, x = unary_function(subject, name)
     with forward_ad.dual_level():
-        run(x)  # a level that is open is none of our business
+        run(x)  # an unrelated open dual level is allowed
         with pytest.raises(RuntimeError, match=f"^{subject.operator}: no tensor may have a tangent"):
             run(forward_ad.make_dual(x, x))
 
@@ -136,15 +139,15 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# Of nested tensors, PyTorch's own.
+# PyTorch's warning about nested tensors.
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("subject", "name"), ARGUMENTS)
 def test_a_layout_is_refused_by_name(subject: OperatorSpec, name: str, layout: str):
-    run, x = of_one(subject, name)
+    run, x = unary_function(subject, name)
     if layout == "meta" and subject.operator in ("solve_tril", "l2norm", "fused_beta_sigmoid"):
-        assert run(LAYOUTS[layout](x))[0].is_meta  # its only tensor, so that none is mixed with another device's
+        assert run(LAYOUTS[layout](x))[0].is_meta  # its only tensor, so no devices are mixed
         return
     with pytest.raises((ValueError, wyfold.UnsupportedError), match=f"^{subject.operator}: (.*{layout}|.*device)"):
         run(LAYOUTS[layout](x))
@@ -152,7 +155,7 @@ def test_a_layout_is_refused_by_name(subject: OperatorSpec, name: str, layout: s
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
-    """Of two ranks, of which this process is one and the other does not exist."""
+    """A mesh of two ranks. This process is one of them; the other does not exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield DeviceMesh("cpu", [0, 1])
     dist.destroy_process_group()
@@ -160,13 +163,13 @@ def mesh() -> Iterator[DeviceMesh]:
 
 @pytest.mark.parametrize(("subject", "name"), ARGUMENTS)
 def test_a_dtensor_is_refused_by_name(subject: OperatorSpec, name: str, mesh: DeviceMesh):
-    run, x = of_one(subject, name)
+    run, x = unary_function(subject, name)
     with pytest.raises(ValueError, match=rf"^{subject.operator}: {name} must be .* got a DTensor; pass its to_local"):
         run(DTensor.from_local(x, mesh, [Replicate()], run_check=False))
 
 
 def served(name: str, change: Callable[[Tensor], Tensor]) -> object:
-    """A serving call whose tokens are changed."""
+    """A serving call with one argument changed."""
     x, w = torch.randn(2, 1, 2, 16), torch.ones(2, 16)
     pool = torch.zeros(2, 2, 16, 16)
     tokens = change(x)

@@ -1,7 +1,8 @@
-"""Numbers and names that a person can type ended in tracebacks of PyTorch and matplotlib.
+"""Numbers and names that a user can type ended in tracebacks of PyTorch and matplotlib.
 
-Among them `--temperature 1e-300`, `--top-p 1e-300`, `--seed 18446744073709551616`, a run's folder named `$...$` or in
-bytes that are no text, and `bench --shapes 1,64,2,2,7,8`. A model's control bytes went to the terminal as they are.
+Among them were `--temperature 1e-300`, `--top-p 1e-300`, `--seed 18446744073709551616`, a run's folder named `$...$` or
+in bytes that are not text, and `bench --shapes 1,64,2,2,7,8`. Control bytes that a model generates reached the
+terminal.
 """
 
 import argparse
@@ -46,7 +47,7 @@ EXTREMES = (
 
 
 def options(verb: str) -> list[argparse.Action]:
-    """Every option and position of a verb that takes a word."""
+    """Every option and positional argument of a verb that takes a value."""
     parser = argparse.ArgumentParser(prog=verb)
     importlib.import_module(f"wyfold.cli.{verb}").add_arguments(parser)
     return [action for action in parser._actions if action.nargs != 0]
@@ -62,8 +63,8 @@ READERS = [
 
 @pytest.mark.parametrize("read", READERS)
 @pytest.mark.parametrize("word", EXTREMES, ids=lambda word: ascii(word)[:24])
-def test_every_option_reads_a_number_it_can_use_or_says_why_not(read, word: str):
-    """A new option is tried too: whatever has a type that is no path reads numbers, a device or shapes."""
+def test_every_option_accepts_a_usable_number_or_explains(read, word: str):
+    """New options are covered too: every type but a path reads numbers, a device or shapes."""
     try:
         value = read(word)
     except argparse.ArgumentTypeError as error:
@@ -74,8 +75,8 @@ def test_every_option_reads_a_number_it_can_use_or_says_why_not(read, word: str)
             assert (math.isfinite(number) and 0 <= number < 2**63) or isinstance(number, float)
 
 
-def test_no_option_is_read_by_what_lets_everything_pass():
-    """`type=int` admits 10**30, `type=float` nan."""
+def test_no_option_uses_an_unchecked_number_type():
+    """`type=int` accepts 10**30, and `type=float` accepts nan."""
     bare = [
         (verb, action.dest) for verb in cli.VERBS for action in options(verb) if action.type in (int, float, complex)
     ]
@@ -84,7 +85,7 @@ def test_no_option_is_read_by_what_lets_everything_pass():
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """A saved model whose draws are far from uniform."""
+    """A saved model whose distributions are far from uniform."""
     torch.manual_seed(0)
     config = DecoderConfig(pattern="gdn", hidden_size=16, num_layers=1, num_heads=1, head_dim=8)
     decoder = Decoder(config)
@@ -101,7 +102,7 @@ def model(tmp_path_factory) -> Path:
 def test_generate_takes_or_refuses_every_number(option: str, model: Path, capsys):
     for word in EXTREMES:
         if (option, word) == ("--max-bytes", str(2**31 - 1)):
-            continue  # is done as asked, for days
+            continue  # valid, but would run for days
         words = ["generate", str(model), "--prompt", "ab", "--max-bytes", "2", f"{option}={word}"]
         code, said = main(words), capsys.readouterr().err
         assert code in (0, 2), words
@@ -160,7 +161,7 @@ def test_a_name_that_safetensors_cannot_open_is_refused_before_any_work(tmp_path
     assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "\udcff").exists()
 
 
-def test_a_page_has_runs_of_any_name(tmp_path: Path, capsys):
+def test_a_report_page_accepts_runs_of_any_name(tmp_path: Path, capsys):
     need_plotly()
     (tmp_path / "text").write_bytes(b"some text to learn " * 40)
     for name, later in (("$x$", "$x$"), ("plain", "\udcff<b>")):
@@ -190,7 +191,8 @@ def test_sizes_of_a_run_that_no_machine_has_are_refused_before_any_work(words: s
     assert not (tmp_path / "run").exists()
 
 
-# --- what a model says -----------------------------------------------------------------------------------------------
+# --- output of a model
+# -------------------------------------------------------------------------------------------------
 
 
 class Terminal(io.StringIO):
@@ -198,8 +200,8 @@ class Terminal(io.StringIO):
         return True
 
 
-class Recited:
-    """A model that recites given bytes."""
+class RecitingModel:
+    """A model that generates given bytes."""
 
     def __init__(self, content: bytes):
         self.content = content
@@ -217,9 +219,11 @@ ESCAPED = "\\x1b]0;owned\\x07é\t\n\\x9b2J\\r\\u202eabc"
 @pytest.mark.parametrize(("out", "expected"), [(Terminal, ESCAPED), (io.StringIO, COMMANDS.decode())])
 def test_a_terminal_gets_no_commands_from_a_model_and_a_file_gets_its_bytes(out, expected: str):
     sampling = generate.Sampling(100, 1.0, None, None, 0)
-    generate.speak(Recited(COMMANDS), b"", sampling, alone := out())
+    generate.speak(RecitingModel(COMMANDS), b"", sampling, alone := out())
     assert alone.getvalue() == f"{expected}\n"
-    generate.speak_together(Recited(COMMANDS[:4]), [COMMANDS], generate.Sampling(0, 1.0, None, None, 0), among := out())
+    generate.speak_together(
+        RecitingModel(COMMANDS[:4]), [COMMANDS], generate.Sampling(0, 1.0, None, None, 0), among := out()
+    )
     assert among.getvalue() == f"{expected}\n"
 
 
@@ -259,7 +263,7 @@ def test_a_row_that_the_scorecard_lacks_is_refused(capsys):
         (["MODEL", "--prompts", "binary"], "--prompts binary: is no text, it has a NUL byte"),
     ],
 )
-def test_generate_says_what_it_was_given(words: list[str], said: str, model: Path, tmp_path: Path, monkeypatch, capsys):
+def test_generate_reports_its_arguments(words: list[str], said: str, model: Path, tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("text").write_text("text")
     Path("binary").write_bytes(b"\x7fELF\0\0")
@@ -277,26 +281,27 @@ def test_a_device_of_any_name_is_refused_in_one_line(device: str, capsys):
     assert said.startswith("wyfold verify: argument --device: ") and said.count("\n") == 1
 
 
-# --- what has no such shape ------------------------------------------------------------------------------------------
+# --- shapes that an operator does not have
+# -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", [op for op in catalog.OPS if op.startswith("decode_")])
 @pytest.mark.parametrize("shape", ["1,64,2,16", "dense", "short"])
 def test_decoding_more_than_a_token_is_refused(op: str, shape: str, capsys):
-    """`--shapes 1,64,2,16` ran 64 rows over a pool of one slot, and said that ours was wrong."""
+    """`--shapes 1,64,2,16` ran 64 rows over a pool of one slot, and reported wrong results."""
     assert main(["bench", op, "--shapes", shape, "--device", "cpu", "--peers", "none"]) == 2
     assert f"--shapes {shape}" in (said := capsys.readouterr().err) or "1,64,2,2,16,16" in said
     assert f"{op}: decodes one token of each sequence, so T must be 1, got " in said
 
 
 def test_rectangular_states_of_ttt_are_refused(capsys):
-    """It ran with V = K, and its row named the V that was asked for."""
+    """It ran with V = K, but its row listed the requested V."""
     assert main(["bench", "ttt", "--shapes", "1,64,2,2,16,32", "--device", "cpu", "--peers", "none"]) == 2
     assert "ttt: its states are square, so V must be K = 16, got 32" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("op", catalog.OPS)
-def test_every_operator_takes_the_shapes_that_are_made_for_it(op: str):
+def test_every_operator_accepts_the_generated_shapes(op: str):
     names = ("token64", "token1024") if op.startswith("decode_") else ("h96", "short", "token64")
     for name in names:
         (gate, *_) = cases.gates_of(op, ("mid",))

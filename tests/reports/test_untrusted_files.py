@@ -1,7 +1,7 @@
 """A folder from another person runs no code.
 
 The index of a sharded checkpoint was a pickle of `torch.distributed.checkpoint`, and `wyfold generate FOLDER` unpickled
-it: a folder passed on as a run could run any command.
+it. A folder that was passed on as a run could execute any command.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ TENSORS = {
 
 
 class Payload:
-    """Unpickled, it makes a folder."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, mark: Path):
         self.mark = mark
@@ -47,7 +47,7 @@ class Payload:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A finished run of one process, and the text that it learned; to be copied, not changed."""
+    """A finished run of one process, and the text that it was trained on; to be copied, not changed."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "text").write_text("one two three " * 20)
     assert main(words(folder, "--out", folder / "run")) == 0
@@ -56,13 +56,13 @@ def whole(tmp_path_factory):
 
 @pytest.fixture
 def run(whole, tmp_path):
-    """A run of this test's own."""
+    """A copy of the run for one test."""
     return shutil.copytree(whole, tmp_path / "mine")
 
 
 @pytest.fixture
 def mark(tmp_path):
-    """What a payload makes."""
+    """The folder that a payload creates."""
     return tmp_path / "the payload ran"
 
 
@@ -72,7 +72,7 @@ def words(folder, *more):
 
 
 def shard(run, write):
-    """Make a run's checkpoint one of several processes; `write` stores tensors in a folder."""
+    """Convert a run's checkpoint to one of several processes; `write` stores tensors in a folder."""
     (folder,) = (run / "run" / "checkpoint").glob("step-*")
     tensors = load_file(folder / "model" / "model.safetensors") | load_file(folder / "training.safetensors")
     write(folder / "shards", tensors)
@@ -83,7 +83,7 @@ def shard(run, write):
 
 
 def seal(folder):
-    """Give a changed checkpoint a record and digests of its files as they are now, as whoever changes files would."""
+    """Update the record and the digests of a changed checkpoint, as an attacker would."""
     with suppress(ValueError):
         record = json.loads((folder / "training.json").read_bytes())
         record["files"] = {name: file.stat().st_size for name, file in files_in(folder).items()}
@@ -94,19 +94,19 @@ def seal(folder):
 
 
 def files_in(folder):
-    """Those of a checkpoint, by their names in it, but for its record and its digests."""
+    """Files of a checkpoint by name, without its record and its digests."""
     found = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
     return {name: file for name, file in found.items() if name not in ("training.json", "SHA256SUMS")}
 
 
 def pickled_index(folder, tensors):
-    """As Wyfold once wrote shards."""
+    """The index that Wyfold used to write for shards."""
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
         dcp.save(dict(tensors), checkpoint_id=folder, no_dist=True)
 
 
 def every_verb(folder):
-    """Exit statuses of the verbs that load what a run has learned: of generating from it, and of continuing it."""
+    """Exit statuses of the verbs that load a run: generating from it, and continuing it."""
     yield main(["generate", str(folder / "run"), "--prompt", "o", "--max-bytes", "2"])
     yield main(words(folder, "--out", folder / "run", "--resume"))
 
@@ -122,13 +122,13 @@ def test_a_pickled_index_is_not_read(run, mark, capsys):
 
 
 def test_an_earlier_format_is_refused_though_it_is_harmless(run, capsys):
-    """Reading it to find out is what must not be done."""
+    """Reading the file to find out whether it is harmless would execute it."""
     folder = shard(run, pickled_index)
     assert list(every_verb(run)) == [2, 2]
     assert f"{folder / 'shards'} is of an earlier format" in capsys.readouterr().err
 
 
-def test_an_index_beside_shards_of_today_is_not_read_either(run, mark):
+def test_an_index_next_to_current_shards_is_not_read(run, mark):
     folder = shard(run, sharded_checkpoint.write)
     assert main(["generate", str(run / "run"), "--prompt", "o", "--max-bytes", "2"]) == 0
     (folder / "shards" / ".metadata").write_bytes(pickle.dumps(Payload(mark)))
@@ -148,14 +148,14 @@ FILES = [
 
 
 def hostile(mark):
-    """A payload as a bare pickle, and in the archive that torch.save writes."""
+    """A payload as a bare pickle, and in the archive format of torch.save."""
     archive = io.BytesIO()
     torch.save(Payload(mark), archive)
     return {"pickle": pickle.dumps(Payload(mark)), "archive": archive.getvalue()}
 
 
 def test_a_payload_can_run(mark):
-    """Or the tests of this file would prove nothing."""
+    """Shows that the other tests of this file can fail."""
     content = hostile(mark)
     pickle.loads(content["pickle"])
     mark.rmdir()
@@ -195,14 +195,14 @@ def test_a_payload_handed_to_a_verb_never_runs(run, mark, words, kind, monkeypat
 
 
 def one_shard(folder):
-    """The only file of shards that one process writes."""
+    """The only shard file that one process writes."""
     sharded_checkpoint.write(folder, TENSORS)
     (file,) = folder.iterdir()
     return file
 
 
 def stored(file):
-    """Tensors and header of a file of shards."""
+    """Tensors and header of a shard file."""
     with safe_open(file, "pt") as opened:
         return load_file(file), opened.metadata()
 
@@ -211,7 +211,7 @@ def zeros():
     return {name: torch.zeros_like(x) for name, x in TENSORS.items()}
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_shards_round_trip(tmp_path):
     one_shard(tmp_path)
     found = zeros()
     sharded_checkpoint.read(tmp_path, found)
@@ -219,7 +219,7 @@ def test_what_is_written_is_read(tmp_path):
 
 
 def moved(offsets):
-    """Change what the header says of where the matrix begins."""
+    """Change the offsets of the matrix in the header."""
 
     def change(file):
         tensors, header = stored(file)
@@ -241,7 +241,7 @@ def of_another_dtype(file):
 
 
 def halves(*begins):
-    """Store the matrix as halves that begin at these rows."""
+    """Store the matrix as halves that begin at the given rows."""
 
     def change(file):
         tensors, header = stored(file)
@@ -292,7 +292,7 @@ def test_damaged_shards_are_refused_and_fill_nothing(tmp_path, change, complaint
 
 
 def test_shards_that_cannot_be_written_are_an_error_of_the_machine(tmp_path):
-    """So that the command line says what happened, and no traceback."""
+    """The command line prints the reason, without a traceback."""
     (tmp_path / "shards").write_text("a file where the folder should be")
     with pytest.raises(OSError, match="rank 0 cannot write its shards into"):
         sharded_checkpoint.write(tmp_path / "shards", TENSORS)
@@ -302,7 +302,7 @@ def test_shards_that_cannot_be_written_are_an_error_of_the_machine(tmp_path):
 
 
 def sharded(world):
-    """The tensors as processes of a group hold them: shards, some of them empty, and whole ones."""
+    """The tensors as processes of a group hold them: shards, some of them empty, and unsharded tensors."""
     mesh = init_device_mesh("cpu", (world,))
     placed = {"matrix": Shard(0), "half": Shard(0), "bytes": Replicate()}
     return {
@@ -312,21 +312,21 @@ def sharded(world):
 
 
 def filled(folder, world):
-    """What a group of this size reads, whole."""
+    """The unsharded tensors that a group of this size reads."""
     empty = {name: torch.zeros_like(x) for name, x in sharded(world).items()}
     sharded_checkpoint.read(folder, empty)
     return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in empty.items()}
 
 
 def write_and_read(folder, group):
-    """This group's shards, and those that groups of other sizes wrote before it."""
+    """The shards of this group, and those that groups of other sizes wrote before."""
     world = group.size()
     sharded_checkpoint.write(folder / str(world), sharded(world))
     for written in folder.iterdir():
         found = filled(written, world)
         assert all(torch.equal(found[name], x) for name, x in TENSORS.items()), written
     mine = folder / str(world) if group.rank() else folder / "nowhere"
-    with pytest.raises(ValueError, match="nowhere holds no shards"):  # on every rank, though one alone looked there
+    with pytest.raises(ValueError, match="nowhere holds no shards"):  # on every rank, though only one reads the folder
         sharded_checkpoint.read(mine, sharded(world))
 
 

@@ -1,6 +1,9 @@
-"""What other libraries wrap around a decoder or its layers: hooks that move, cast and rebuild arguments, adapters that
-replace a projection, compilers, copies. LoRA on the output matrix changed nothing, since its weight was read and not
-called; logits under CPU offload were what lay in memory, since a weight on the meta device was multiplied."""
+"""Wrappers of other libraries around a decoder or its layers.
+
+Covered are hooks that move, cast and rebuild arguments, adapters that replace a projection, compilers, and copies. LoRA
+on the output matrix had no effect, because the code read its weight and did not call the module. Logits under CPU
+offload were uninitialised memory, because a weight on the meta device was used in a product.
+"""
 
 import copy
 import pickle
@@ -33,20 +36,20 @@ def ids() -> torch.Tensor:
 
 
 def decoded(model: nn.Module, ids: torch.Tensor, cache) -> torch.Tensor:
-    """Logits of a prompt and of single tokens after it."""
+    """Logits of a prompt and of the single tokens after it."""
     with torch.no_grad():
         pieces = [ids[:, :PROMPT], *ids[:, PROMPT:].split(1, dim=1)]
         return torch.cat([model(piece, cache=cache)[0] for piece in pieces], dim=1)
 
 
 def caches(model: Decoder):
-    """A cache of two sequences, and pools where the model has them."""
+    """A cache of two sequences, and pools if the model supports them."""
     yield model.new_cache(2)
     if "attention" not in model.config.pattern:
         yield model.new_pools(2).at()
 
 
-# --- What wrappers do with arguments ---------------------------------------------------------------------------------
+# --- Arguments rebuilt by wrappers -----------------------------------------------------------------------------------
 
 
 def rebuilt_by_fsdp(x):
@@ -136,7 +139,7 @@ def hooked(model: Decoder) -> nn.Module:
 
 
 def offloaded(model: Decoder) -> nn.Module:
-    """Parameters on the meta device, brought for the call of the module that owns them."""
+    """Parameters on the meta device that are loaded for the call of the module that owns them."""
     from accelerate import cpu_offload
 
     return cpu_offload(model, execution_device=torch.device("cpu"))
@@ -149,7 +152,7 @@ def offloaded_to_disk(model: Decoder, folder) -> nn.Module:
 
 
 def dispatched(model: Decoder, folder) -> nn.Module:
-    """A device map: some blocks in place, others offloaded."""
+    """A device map with some blocks on the device and others offloaded."""
     from accelerate import dispatch_model
 
     parts = {"embedding": "cpu", "norm": "cpu", "head": "cpu"}
@@ -179,7 +182,7 @@ def test_hooks_that_move_parameters_change_nothing(wrapped, pattern, tied, ids, 
 
 
 def test_pools_and_files_of_an_offloaded_decoder(ids, tmp_path):
-    """Pools on a device that is given, and files from gathered tensors."""
+    """Pools on an explicit device, and files written from gathered tensors."""
     from accelerate.utils.modeling import get_state_dict_offloaded_model
 
     plain = decoder("gdn kda")
@@ -196,8 +199,8 @@ def test_pools_and_files_of_an_offloaded_decoder(ids, tmp_path):
 
 
 @pytest.mark.parametrize("target", ["head", "qkv"])
-def test_an_adapter_is_heard_and_learns(target, ids, float64_bounds):
-    """LoRA on the output matrix and on a projection changes logits, decodes as it reads, and learns."""
+def test_an_adapter_is_applied_and_learns(target, ids, float64_bounds):
+    """LoRA on the output matrix and on a projection changes logits, decodes consistently, and gets gradients."""
     from peft import LoraConfig, get_peft_model
 
     plain = decoder("gdn attention", tied=False).double()
@@ -244,7 +247,7 @@ def test_an_adapter_of_a_tied_embedding_is_refused(ids):
     assert len(own) == 1 and all(grad.abs().max() > 0 for grad in own.values())
 
 
-def test_copies_in_the_middle_go_on_as_the_original(ids):
+def test_copies_during_decoding_continue_like_the_original(ids):
     """`copy.deepcopy` and pickles of a model with its cache or pools, `copy.copy` and `snapshot` of a cache."""
     for pattern in (PATTERN, "gdn kda"):
         model = decoder(pattern)
@@ -266,7 +269,7 @@ def test_copies_in_the_middle_go_on_as_the_original(ids):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("pattern", ["gdn", "kda ttt_linear"])
 def test_compiled_decoding_is_decoding(pattern, ids):
-    """Blocks compiled whole inside a decoder that is not, a decoder compiled in place, and its other methods."""
+    """Compiled blocks inside an eager decoder, a decoder compiled in place, and its other methods."""
     plain = decoder(pattern)
     truth = decoded(plain, ids, plain.new_cache(2))
     torch._dynamo.reset()
@@ -288,7 +291,7 @@ def test_files_of_a_decoder_with_compiled_blocks(ids, tmp_path):
 
 
 def test_a_checkpoint_around_a_block_and_its_cache_is_refused(ids):
-    """It would run the block again from the state that the first run left: gradients of another model."""
+    """It would recompute the block from the state that the first run left, with wrong gradients."""
     from torch.utils.checkpoint import checkpoint
 
     layer, cache = decoder("gdn").blocks[0].mixer, LayerCache()
@@ -304,8 +307,8 @@ def test_a_checkpoint_around_a_block_and_its_cache_is_refused(ids):
         cache.detach()
 
 
-def test_casting_hooks_of_a_projection_are_let_work():
-    """A projection stored in another dtype than it computes in, as diffusers' layerwise casting does it."""
+def test_casting_hooks_of_a_projection_run():
+    """A projection whose storage dtype differs from its compute dtype, as in diffusers' layerwise casting."""
     layer = decoder("gdn").blocks[0].mixer.bfloat16()
     x = torch.randn(1, 5, 32).bfloat16()
     truth = layer(x)
@@ -332,7 +335,7 @@ class Buffered(Decoder):
 
 
 class OfSize(Decoder):
-    """A constructor whose argument is no configuration."""
+    """A subclass whose constructor takes no configuration."""
 
     def __init__(self, width):
         super().__init__(DecoderConfig(hidden_size=width, num_layers=1, pattern="gdn", num_heads=2, head_dim=8))
@@ -340,7 +343,7 @@ class OfSize(Decoder):
 
 
 class Named(Decoder):
-    """A constructor that takes anything first, and gives another model than the one that is saved."""
+    """A subclass whose constructor accepts any first argument and builds another model than the saved one."""
 
     def __init__(self, name, width=16):
         super().__init__(DecoderConfig(hidden_size=width, num_layers=1, pattern="gdn", num_heads=2, head_dim=8))
@@ -355,7 +358,7 @@ def test_files_of_a_subclass_with_a_buffer(tmp_path):
 
 @pytest.mark.parametrize("build", [lambda: OfSize(32), lambda: Named("mine", 32)], ids=["size", "name"])
 def test_files_of_a_subclass_that_no_configuration_builds(build, tmp_path):
-    """`save` built a second model from the configuration: a TypeError of the subclass's constructor."""
+    """`save` built a second model from the configuration, and the subclass's constructor raised TypeError."""
     from safetensors.torch import load_file
 
     model = build()
