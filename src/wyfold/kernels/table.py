@@ -120,7 +120,7 @@ def plan(
         dtypes: Dtypes of the call's floating tensors and results.
         chunk_size, copies, collectives: Decisions of the caller that the `Plan` reports.
         kernel_copies: Names of the arguments that only kernels would copy.
-        box_copies: Names of the arguments that only Gluon kernels would copy, to read them through TMA descriptors.
+        tma_copies: Names of the arguments that only Gluon kernels would copy, to read them through TMA descriptors.
         parts: Number of parts that eager launches would cut the call into; kernels run it whole.
         segments: Largest number of segments that one sequence is cut into.
         kept: Forward stages that are launched although another stage covers them.
