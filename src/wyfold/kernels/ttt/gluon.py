@@ -1,21 +1,22 @@
-"""`ttt` forward in Gluon, for Hopper: one launch, in which four groups of warps pass segments of 64 tokens on.
+"""`ttt` forward in Gluon for Hopper: one launch, a pipeline of four warp groups over segments of 64 tokens.
 
-    bring      one warp: k, v and q of a segment, by the copy engine, as soon as there is a stage for them
-    prepare    what the walk takes that no state is in: w (u - v + k) and its sums, steps, factors
-    walk       the chain of mini-batches, its state transposed, [V, K], in registers; leaves N, and the state of borders
-    read       what a segment's tokens read, normalised: o, and what a backward wants
+    producer   one warp: loads k, v and q of a segment by TMA as soon as a stage is free
+    prepare    computes the scan's inputs that do not depend on the state: w (u - v + k) and its sums, steps, factors
+    scan       runs the mini-batches in order, its state transposed, [V, K], in registers; writes N and segment states
+    read       computes the outputs of a segment, and stores the results that a backward needs
 
-A stage of shared memory holds all that belongs to one segment, and goes from each group to the next by a barrier:
-`full`, `ready`, `done`, `free`. The walk finds every stage ready and is read behind its back, so that it alone takes
-time.
+A stage of shared memory holds all data of one segment. It passes from group to group through mbarriers: `loaded`,
+`prepared`, `scanned` and `free`. The scan always finds its stage prepared, and the outputs are computed behind it, so
+the scan alone determines the time.
 
-Its mini-batch has two exchanges. The product k S + c leaves a slab of 16 value rows to each warp; through shared memory
-it becomes rows, a token's values eight lanes' own, whose sums are all added at once; N goes back in the same way. No
-mean is taken off beforehand: values are counted from the first one of their token, which takes one shuffle, and the
-sums are corrected. That value is as far from the mean as values differ, so that no square cancels.
+A mini-batch of the scan has two exchanges. The product k S + c leaves a slab of 16 value rows in each warp. Through
+shared memory it is converted to rows, with a token's values in eight lanes, where all row sums are reduced together. N
+is converted back the same way. No mean is subtracted beforehand: values are taken relative to the first value of their
+token, which costs one shuffle, and the sums are corrected. That value is as far from the mean as values differ from
+each other, so no square cancels.
 
-All products are those of one warp's instructions: what a group leaves in shared memory is then read as it was written,
-and no operand is read while the next one is made.
+All products are single-warp instructions (`mma_v2`): a group's shared memory operands need no fence before they are
+read, and the next product's operands can be loaded meanwhile.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ from wyfold.tile.index.triton import TmaDescriptor, sequence_span, strides, toke
 from wyfold.tile.inner.triton import add_five
 from wyfold.tile.state.gluon import state_offsets
 
-# The backward is that of the Triton launches: what of its kernels was compiled is asked of this module as well.
+# The backward is that of the Triton module. Its kernels are exported because `kernel_configs.compiled` looks them up
+# here.
 __all__ = [
     "SEGMENT",
     "empty",
@@ -74,15 +76,15 @@ def ttt(
     o: Tensor,
     borders: SegmentBorders | None,
 ) -> None:
-    """Run every sequence from its entering state. Arguments as of the Triton launches, to which are left calls without
-    a sequence, and of more tokens than the copy engine counts.
+    """Run every sequence from its entering state; takes the arguments of the Triton launch.
 
-    q, k and v that it cannot read are copied: results do not depend on how memory is laid out.
+    Calls without a sequence, or with more tokens than TMA can address, go to the Triton launch. q, k and v are copied
+    where TMA cannot read them, so results do not depend on strides.
 
     Args:
-        x: bfloat16 tokens of 64 channels, in mini-batches of 16, as the table's row says.
+        x: bfloat16 tokens of 64 channels, in mini-batches of 16.
         o: Contiguous, as are the borders.
-        borders: Written for `ttt_bwd`; None where no backward follows, and then nothing is kept of the walk.
+        borders: Written for `ttt_bwd`; None where no backward follows, and then the scan's results are not stored.
     """
     descriptors = [_descriptors(y) for y in (x.q, x.k, x.v)]
     if grid.sequences == 0 or None in descriptors:
@@ -140,7 +142,7 @@ def ttt(
 
 
 def _descriptors(x: Tensor) -> TmaDescriptor | None:
-    """Boxes of a segment's tokens of one head, of a copy where memory is not laid out for them."""
+    """TMA descriptor of a segment's tokens of one head; of a copy where x's strides do not allow one."""
     D = x.shape[3]
     return token_descriptor(x, SEGMENT, D) or token_descriptor(
         x.clone(memory_format=torch.contiguous_format), SEGMENT, D
@@ -148,31 +150,49 @@ def _descriptors(x: Tensor) -> TmaDescriptor | None:
 
 
 class Smem(NamedTuple):
-    """Shared memory. Of every stage: tokens; w (u - v + k); four numbers of a token; N, X and three numbers of a token
-    that the walk finds; the state that enters, V-first, and its bias. And places of the walk's exchanges."""
+    """Shared memory, by stage, and the scan's exchange buffers.
+
+    Attributes:
+        q, k, v: [STAGES, SEGMENT, D] tokens.
+        wt: [STAGES, SEGMENT, D] w (u - v + k).
+        row_numbers: [STAGES, 4 * SEGMENT] factor, negative closing step, negative own step, and sum of wt, per token.
+        N, X: [STAGES, SEGMENT, D] results of the scan.
+        row_stats: Three tiles [STAGES, SEGMENT] from the scan: r, mean X Y and mean Y.
+        S: [STAGES, D, D] state entering the segment, V-first.
+        c: [STAGES, D] its bias.
+        z: [BT, D] exchange buffer of predictions.
+        high, low: [BT, D] exchange buffers of N times its step, as a bfloat16 pair.
+        o: [SEGMENT, D] outputs.
+        loaded, prepared, scanned, free: [STAGES, 1] mbarriers.
+    """
 
     q: Any
     k: Any
     v: Any
     wt: Any
-    numbers: Any
+    row_numbers: Any
     N: Any
     X: Any
-    marks: Any
+    row_stats: Any
     S: Any
     c: Any
     z: Any
     high: Any
     low: Any
     o: Any
-    full: Any
-    ready: Any
-    done: Any
+    loaded: Any
+    prepared: Any
+    scanned: Any
     free: Any
 
 
 class TmaInputs(NamedTuple):
-    """Boxes, and the columns of a program's heads in them."""
+    """TMA descriptors, and the program's first column in each.
+
+    Attributes:
+        q, k, v: Descriptors.
+        column_q, column_k, column_v: First column of the head.
+    """
 
     q: Any
     k: Any
@@ -183,7 +203,13 @@ class TmaInputs(NamedTuple):
 
 
 class Globals(NamedTuple):
-    """What groups reach by themselves; o and all below it contiguous."""
+    """Pointers and strides that the groups of warps use without TMA; o and all fields after it are contiguous.
+
+    Attributes:
+        w, u, eta, col, S0, c0, ST, cT: Parameters, steps, factors, initial and final states, each followed by strides.
+        o: Output.
+        N, X, S, c, rows: `SegmentBorders`; None where no backward follows.
+    """
 
     w: Any
     s_w: Any
@@ -210,8 +236,19 @@ class Globals(NamedTuple):
 
 
 class Coords(NamedTuple):
-    """Of a program: sequence, value head, number of its first segment's tile, buffer row, first token there and in all
-    rows, length, segments, and tokens of its buffer row behind its end that are no sequence's."""
+    """Coordinates of a program.
+
+    Attributes:
+        n: Sequence.
+        hv: Value head.
+        tile: Number of its first segment's tile.
+        b: Row of the batch.
+        t: First token in that row.
+        token: First token over all rows.
+        length: Number of tokens.
+        segments: Number of segments.
+        padding: Tokens after the last sequence's end that belong to no sequence; 0 in other programs.
+    """
 
     n: Any
     hv: Any
@@ -272,8 +309,8 @@ def wyfold_ttt_gluon(
     READ: gl.constexpr,
     PREPARE: gl.constexpr,
 ):
-    """One program owns a sequence of one value head. READ, PREPARE: registers of a thread of these groups."""
-    KEPT: gl.constexpr = p_N is not None
+    """One program runs a sequence of one value head. READ and PREPARE are registers per thread of these groups."""
+    FOR_BACKWARD: gl.constexpr = p_N is not None
     pid = gl.program_id(0).to(gl.int64)
     i_n, i_hv = pid // HV, pid % HV
     i_h = i_hv // (HV // H)
@@ -286,41 +323,44 @@ def wyfold_ttt_gluon(
 
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    TURNED: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
+    TRANSPOSED: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
     q = gl.allocate_shared_memory(gl.bfloat16, [STAGES, SEGMENT, D], x_q.layout)
     k = gl.allocate_shared_memory(gl.bfloat16, [STAGES, SEGMENT, D], x_k.layout)
     v = gl.allocate_shared_memory(gl.bfloat16, [STAGES, SEGMENT, D], x_v.layout)
     wt = gl.allocate_shared_memory(gl.float32, [STAGES, SEGMENT, D], FLAT)
-    numbers = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * SEGMENT], LINE)
-    left_N = gl.allocate_shared_memory(gl.bfloat16, [STAGES, SEGMENT, D], x_k.layout)
-    left_X = left_N
-    marks = numbers, numbers, numbers
-    if KEPT:
-        left_X = gl.allocate_shared_memory(gl.bfloat16, [STAGES, SEGMENT, D], x_k.layout)
-        # Each by itself: a store into memory that was stored to waits at a barrier.
-        left_r = gl.allocate_shared_memory(gl.float32, [STAGES, SEGMENT], LINE)
-        left_xy = gl.allocate_shared_memory(gl.float32, [STAGES, SEGMENT], LINE)
-        left_y = gl.allocate_shared_memory(gl.float32, [STAGES, SEGMENT], LINE)
-        marks = left_r, left_xy, left_y
-    left_S = gl.allocate_shared_memory(gl.bfloat16, [STAGES, D, D], x_k.layout)
-    left_c = gl.allocate_shared_memory(gl.float32, [STAGES, D], LINE)
-    z = gl.allocate_shared_memory(gl.float32, [BT, D], TURNED)
+    row_numbers = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * SEGMENT], LINE)
+    stage_N = gl.allocate_shared_memory(gl.bfloat16, [STAGES, SEGMENT, D], x_k.layout)
+    stage_X = stage_N
+    row_stats = row_numbers, row_numbers, row_numbers
+    if FOR_BACKWARD:
+        stage_X = gl.allocate_shared_memory(gl.bfloat16, [STAGES, SEGMENT, D], x_k.layout)
+        # Separate allocations: a store to memory that was stored to before would wait at a barrier.
+        stage_r = gl.allocate_shared_memory(gl.float32, [STAGES, SEGMENT], LINE)
+        stage_xy = gl.allocate_shared_memory(gl.float32, [STAGES, SEGMENT], LINE)
+        stage_y = gl.allocate_shared_memory(gl.float32, [STAGES, SEGMENT], LINE)
+        row_stats = stage_r, stage_xy, stage_y
+    stage_S = gl.allocate_shared_memory(gl.bfloat16, [STAGES, D, D], x_k.layout)
+    stage_c = gl.allocate_shared_memory(gl.float32, [STAGES, D], LINE)
+    z = gl.allocate_shared_memory(gl.float32, [BT, D], TRANSPOSED)
     high = gl.allocate_shared_memory(gl.bfloat16, [BT, D], x_k.layout)
     low = gl.allocate_shared_memory(gl.bfloat16, [BT, D], x_k.layout)
     out = gl.allocate_shared_memory(gl.bfloat16, [SEGMENT, D], x_k.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    prepared = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    scanned = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(done.index(s), count=1)
+        mbarrier.init(loaded.index(s), count=1)
+        mbarrier.init(prepared.index(s), count=1)
+        mbarrier.init(scanned.index(s), count=1)
         mbarrier.init(free.index(s), count=1)
     fence_async_shared()
     barrier()
 
-    smem = Smem(q, k, v, wt, numbers, left_N, left_X, marks, left_S, left_c, z, high, low, out, full, ready, done, free)
+    smem = Smem(
+        q, k, v, wt, row_numbers, stage_N, stage_X, row_stats, stage_S, stage_c, z, high, low, out,
+        loaded, prepared, scanned, free,
+    )  # fmt: skip
     inputs = TmaInputs(x_q, x_k, x_v, (i_h * h_q).to(gl.int32), (i_h * h_k).to(gl.int32), (i_hv * h_v).to(gl.int32))
     gmem = Globals(
         p_w, s_w, p_u, s_u, p_eta, s_eta, p_col, s_col, p_S0, s_S0, p_c0, s_c0, p_ST, s_ST, p_cT, s_cT,
@@ -329,8 +369,8 @@ def wyfold_ttt_gluon(
     coords = Coords(i_n, i_hv, i_c * HV + i_hv, b, t, (b * T + t).to(gl.int32), length, segments, padding)
     gl.warp_specialize(
         [
-            (_walk, (gmem, smem, coords, eps, D, BT, SEGMENT, STAGES, KEPT)),
-            (_read, (gmem, smem, coords, scale, eps, HV, D, BT, SEGMENT, STAGES, KEPT, ON_Q)),
+            (_scan, (gmem, smem, coords, eps, D, BT, SEGMENT, STAGES, FOR_BACKWARD)),
+            (_read, (gmem, smem, coords, scale, eps, HV, D, BT, SEGMENT, STAGES, FOR_BACKWARD, ON_Q)),
             (_prepare, (gmem, smem, coords, D, BT, SEGMENT, STAGES)),
             (_producer, (inputs, smem, coords, SEGMENT, STAGES)),
         ],
@@ -341,18 +381,18 @@ def wyfold_ttt_gluon(
 
 @gluon.jit
 def _producer(inputs, smem, coords, SEGMENT: gl.constexpr, STAGES: gl.constexpr):
-    """Bring every segment's tokens, and those behind the last one's end, which `_prepare` clears."""
+    """Load every segment's tokens. The last load may pass the sequence's end; `_prepare` zeroes those rows."""
     BYTES: gl.constexpr = inputs.q.block_type.nbytes + inputs.k.block_type.nbytes + inputs.v.block_type.nbytes
     token = coords.token
     stage = 0
     phase = 1
     for _ in range(coords.segments):
-        full = smem.full.index(stage)
+        loaded = smem.loaded.index(stage)
         mbarrier.wait(smem.free.index(stage), phase)
-        mbarrier.expect(full, BYTES)
-        tma_load(inputs.k, [token, inputs.column_k], full, smem.k.index(stage))
-        tma_load(inputs.v, [token, inputs.column_v], full, smem.v.index(stage))
-        tma_load(inputs.q, [token, inputs.column_q], full, smem.q.index(stage))
+        mbarrier.expect(loaded, BYTES)
+        tma_load(inputs.k, [token, inputs.column_k], loaded, smem.k.index(stage))
+        tma_load(inputs.v, [token, inputs.column_v], loaded, smem.v.index(stage))
+        tma_load(inputs.q, [token, inputs.column_q], loaded, smem.q.index(stage))
         token += SEGMENT
         stage += 1
         if stage == STAGES:
@@ -362,8 +402,10 @@ def _producer(inputs, smem, coords, SEGMENT: gl.constexpr, STAGES: gl.constexpr)
 
 @gluon.jit
 def _prepare(gmem, smem, coords, D: gl.constexpr, BT: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr):
-    """Of every token w (u - v + k), its sum, the step that closes its mini-batch and its own, both negative, and its
-    factor; all zero where there is no token, and so is k."""
+    """Compute `wt` and `row_numbers` of every token, and zero k past the sequence's end.
+
+    All results are zero in rows without a token.
+    """
     L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, L)
     LT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -385,21 +427,21 @@ def _prepare(gmem, smem, coords, D: gl.constexpr, BT: gl.constexpr, SEGMENT: gl.
             p_col = gmem.col + coords.b * gmem.s_col[0] + coords.t * gmem.s_col[1] + coords.hv * gmem.s_col[2]
             offsets = (first + o_t).to(gl.int64) * gmem.s_col[1]
             factor = gl.load(p_col + offsets, mask=o_t < rows, other=0.0).to(gl.float32)
-        number = smem.numbers.index(stage)
-        mbarrier.wait(smem.full.index(stage), phase)
-        number.slice(0, SEGMENT).store(factor)
-        number.slice(SEGMENT, SEGMENT).store(-close.to(gl.float32))
-        number.slice(2 * SEGMENT, SEGMENT).store(-own.to(gl.float32))
+        row_number = smem.row_numbers.index(stage)
+        mbarrier.wait(smem.loaded.index(stage), phase)
+        row_number.slice(0, SEGMENT).store(factor)
+        row_number.slice(SEGMENT, SEGMENT).store(-close.to(gl.float32))
+        row_number.slice(2 * SEGMENT, SEGMENT).store(-own.to(gl.float32))
         for i in gl.static_range(SEGMENT // BT):
             k = smem.k.index(stage).slice(i * BT, BT).load(L).to(gl.float32)
             v = smem.v.index(stage).slice(i * BT, BT).load(L).to(gl.float32)
-            here = i * BT + gl.arange(0, BT, layout=ROW) < rows
-            wt = gl.where(here[:, None], w * (u - v + k), 0.0)
+            is_token = i * BT + gl.arange(0, BT, layout=ROW) < rows
+            wt = gl.where(is_token[:, None], w * (u - v + k), 0.0)
             smem.wt.index(stage).slice(i * BT, BT).store(wt)
-            number.slice(3 * SEGMENT + i * BT, BT).store(gl.sum(wt, 1))
+            row_number.slice(3 * SEGMENT + i * BT, BT).store(gl.sum(wt, 1))
         if rows < SEGMENT:
             clear_rows(smem.k.index(stage), rows, SEGMENT, D)
-        mbarrier.arrive(smem.ready.index(stage), count=1)
+        mbarrier.arrive(smem.prepared.index(stage), count=1)
         stage += 1
         if stage == STAGES:
             stage = 0
@@ -407,7 +449,7 @@ def _prepare(gmem, smem, coords, D: gl.constexpr, BT: gl.constexpr, SEGMENT: gl.
 
 
 @gluon.jit
-def _walk(
+def _scan(
     gmem,
     smem,
     coords,
@@ -416,11 +458,13 @@ def _walk(
     BT: gl.constexpr,
     SEGMENT: gl.constexpr,
     STAGES: gl.constexpr,
-    KEPT: gl.constexpr,
+    FOR_BACKWARD: gl.constexpr,
 ):
-    """Of each mini-batch    Z = k S + c    N = gradient of the inner loss    S <- S - e_n k^T N    c <- c - e_n sum(N)
+    """Scan the mini-batches in order.
 
-    N is made as in `tile/inner`, but that d is counted from the first value of its token: with m the mean of that,
+        Z = k S + c    N = gradient of the inner loss    S <- S - e_n k^T N    c <- c - e_n sum(N)
+
+    N is computed as in `tile/inner`, except that d is relative to the first value of its token. With m the mean of d:
 
         sum (d - m)^2 = sum d^2 - m sum d        sum a (d - m) = sum a d - m sum a
         sum w^2 (d - m)^2 = sum w^2 d^2 - m (sum w^2 d + sum w^2 (d - m))
@@ -444,23 +488,23 @@ def _walk(
     ww = (w * w)[None, :]
     sum_ww = gl.sum(w * w, 0)
     ones = gl.full([BT, BT], 1.0, gl.bfloat16, RIGHT)
-    left = gl.convert_layout(S.to(gl.bfloat16), LEFT)
+    S_operand = gl.convert_layout(S.to(gl.bfloat16), LEFT)
     stage = 0
     phase = 0
     for _ in range(coords.segments):
-        number = smem.numbers.index(stage)
-        mbarrier.wait(smem.ready.index(stage), phase)
+        row_number = smem.row_numbers.index(stage)
+        mbarrier.wait(smem.prepared.index(stage), phase)
         smem.S.index(stage).store(S.to(gl.bfloat16))
         smem.c.index(stage).store(gl.reduce(c, 1, _first))
         for i in gl.static_range(SEGMENT // BT):
             key = smem.k.index(stage).slice(i * BT, BT)
-            Z = mma_v2(left, key.permute((1, 0)).load(RIGHT), c)
-            # What meets Z and N is asked for while it is made.
+            Z = mma_v2(S_operand, key.permute((1, 0)).load(RIGHT), c)
+            # Operands for Z and N are loaded during the product.
             keys = key.load(RIGHT)
             wt = smem.wt.index(stage).slice(i * BT, BT).load(L)
-            factor = number.slice(i * BT, BT).load(ROW)
-            step = number.slice(SEGMENT + i * BT, BT).load(ROW)
-            sum_t = number.slice(3 * SEGMENT + i * BT, BT).load(ROW)
+            factor = row_number.slice(i * BT, BT).load(ROW)
+            step = row_number.slice(SEGMENT + i * BT, BT).load(ROW)
+            sum_t = row_number.slice(3 * SEGMENT + i * BT, BT).load(ROW)
             smem.z.permute((1, 0)).store(Z)
 
             d = _from_first(smem.z.load(L))
@@ -483,17 +527,17 @@ def _walk(
             smem.high.store(high)
             smem.low.store(low)
             smem.N.index(stage).slice(i * BT, BT).store(N.to(gl.bfloat16))
-            if KEPT:
+            if FOR_BACKWARD:
                 smem.X.index(stage).slice(i * BT, BT).store((d * r[:, None]).to(gl.bfloat16))
-                smem.marks[0].index(stage).slice(i * BT, BT).store(r)
-                smem.marks[1].index(stage).slice(i * BT, BT).store(xy)
-                smem.marks[2].index(stage).slice(i * BT, BT).store(y)
-            writes = smem.high.permute((1, 0)).load(LEFT)
-            rest = smem.low.permute((1, 0)).load(LEFT)
-            S = mma_v2(writes, keys, S)
-            c = mma_v2(rest, ones, mma_v2(writes, ones, c))
-            left = gl.convert_layout(S.to(gl.bfloat16), LEFT)
-        mbarrier.arrive(smem.done.index(stage), count=1)
+                smem.row_stats[0].index(stage).slice(i * BT, BT).store(r)
+                smem.row_stats[1].index(stage).slice(i * BT, BT).store(xy)
+                smem.row_stats[2].index(stage).slice(i * BT, BT).store(y)
+            high_operand = smem.high.permute((1, 0)).load(LEFT)
+            low_operand = smem.low.permute((1, 0)).load(LEFT)
+            S = mma_v2(high_operand, keys, S)
+            c = mma_v2(low_operand, ones, mma_v2(high_operand, ones, c))
+            S_operand = gl.convert_layout(S.to(gl.bfloat16), LEFT)
+        mbarrier.arrive(smem.scanned.index(stage), count=1)
         stage += 1
         if stage == STAGES:
             stage = 0
@@ -518,19 +562,22 @@ def _read(
     BT: gl.constexpr,
     SEGMENT: gl.constexpr,
     STAGES: gl.constexpr,
-    KEPT: gl.constexpr,
+    FOR_BACKWARD: gl.constexpr,
     ON_Q: gl.constexpr,
 ):
-    """Of each segment    O = s q S + c - (steps * (s q k^T + 1)) N    out = O + w normalise(O) + u
+    """Compute the outputs of every segment.
 
-    steps: a row reads its own mini-batch with its own step, up to itself, and what is before with the closing ones.
+        O = s q S + c - (steps * (s q k^T + 1)) N    out = O + w normalise(O) + u
+
+    `steps`: inside its mini-batch a row reads earlier rows and itself with its own step, and earlier mini-batches with
+    their closing steps.
     """
     LO: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, LO, 2)
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     LT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    FOUR: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [gl.num_warps(), 1], [1, 0])
+    ROW4: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [gl.num_warps(), 1], [1, 0])
     INVERSE: gl.constexpr = 1.0 / D
     o_r = gl.arange(0, SEGMENT, layout=gl.SliceLayout(1, LO))[:, None]
     o_s = gl.arange(0, SEGMENT, layout=gl.SliceLayout(0, LO))[None, :]
@@ -539,26 +586,26 @@ def _read(
     u = _parameter(gmem.u, gmem.s_u, coords.hv, o_v)[None, :]
     before = o_s // BT < o_r // BT
     own = (o_s // BT == o_r // BT) & (o_s <= o_r)
-    no_pairs = gl.zeros([SEGMENT, SEGMENT], gl.float32, LO)
-    no_output = gl.zeros([SEGMENT, D], gl.float32, LO)
+    zero_acc = gl.zeros([SEGMENT, SEGMENT], gl.float32, LO)
+    zero_out = gl.zeros([SEGMENT, D], gl.float32, LO)
     tile = coords.tile
     stage = 0
     phase = 0
     for j in range(coords.segments):
-        number = smem.numbers.index(stage)
+        row_number = smem.row_numbers.index(stage)
         query = smem.q.index(stage)
-        mbarrier.wait(smem.ready.index(stage), phase)
+        mbarrier.wait(smem.prepared.index(stage), phase)
         q = query.load(LEFT)
-        pairs = mma_v2(q, smem.k.index(stage).permute((1, 0)).load(RIGHT), no_pairs)
-        closed = number.slice(SEGMENT, SEGMENT).load(gl.SliceLayout(0, LO))[None, :]
-        steps = number.slice(2 * SEGMENT, SEGMENT).load(gl.SliceLayout(1, LO))[:, None]
+        weights = mma_v2(q, smem.k.index(stage).permute((1, 0)).load(RIGHT), zero_acc)
+        closed = row_number.slice(SEGMENT, SEGMENT).load(gl.SliceLayout(0, LO))[None, :]
+        steps = row_number.slice(2 * SEGMENT, SEGMENT).load(gl.SliceLayout(1, LO))[:, None]
         steps = gl.where(own, steps, gl.where(before, closed, 0.0))
-        pairs = gl.convert_layout(((pairs * scale + 1.0) * steps).to(gl.bfloat16), LEFT)
+        weights = gl.convert_layout(((weights * scale + 1.0) * steps).to(gl.bfloat16), LEFT)
 
-        mbarrier.wait(smem.done.index(stage), phase)
-        O = mma_v2(q, smem.S.index(stage).permute((1, 0)).load(RIGHT), no_output)
+        mbarrier.wait(smem.scanned.index(stage), phase)
+        O = mma_v2(q, smem.S.index(stage).permute((1, 0)).load(RIGHT), zero_out)
         O = O * scale + smem.c.index(stage).load(gl.SliceLayout(0, LO))[None, :]
-        O = mma_v2(pairs, smem.N.index(stage).load(RIGHT), O)
+        O = mma_v2(weights, smem.N.index(stage).load(RIGHT), O)
         d = O - (gl.sum(O, 1) * INVERSE)[:, None]
         r = gl.rsqrt(gl.sum(d * d, 1) * INVERSE + eps)
         out = w * (d * r[:, None]) + u
@@ -571,42 +618,42 @@ def _read(
         token = coords.token + j * SEGMENT
         rows = gl.minimum(coords.length - j * SEGMENT, SEGMENT).to(gl.int32)
         _store_tokens(gmem.o, token, coords.hv, rows, smem.o.load(L), HV, D, SEGMENT, L)
-        if KEPT:
+        if FOR_BACKWARD:
             _store_tokens(gmem.N, token, coords.hv, rows, smem.N.index(stage).load(L), HV, D, SEGMENT, L)
             _store_tokens(gmem.X, token, coords.hv, rows, smem.X.index(stage).load(L), HV, D, SEGMENT, L)
-            xy = smem.marks[1].index(stage).load(LT)
-            four = gl.join(smem.marks[0].index(stage).load(LT), smem.marks[2].index(stage).load(LT))
-            four = gl.convert_layout(gl.join(four, gl.join(xy, xy)).reshape((SEGMENT, 4)), FOUR)
-            _store_tokens(gmem.rows, token, coords.hv, rows, four, HV, 4, SEGMENT, FOUR)
+            xy = smem.row_stats[1].index(stage).load(LT)
+            stats = gl.join(smem.row_stats[0].index(stage).load(LT), smem.row_stats[2].index(stage).load(LT))
+            stats = gl.convert_layout(gl.join(stats, gl.join(xy, xy)).reshape((SEGMENT, 4)), ROW4)
+            _store_tokens(gmem.rows, token, coords.hv, rows, stats, HV, 4, SEGMENT, ROW4)
             o_w = gl.arange(0, D, layout=gl.SliceLayout(1, L)) * D
             o_k = gl.arange(0, D, layout=gl.SliceLayout(0, L))
             gl.store(gmem.S + tile * (D * D) + (o_w[:, None] + o_k[None, :]), smem.S.index(stage).load(L))
             gl.store(gmem.c + tile * D + gl.arange(0, D, layout=LT), smem.c.index(stage).load(LT))
-        # No fence: what was read of the stage is in registers, and a fence would wait for the stores above.
+        # No fence: all data read from the stage is in registers, and a fence would wait for the stores above.
         mbarrier.arrive(smem.free.index(stage), count=1)
         tile += HV
         stage += 1
         if stage == STAGES:
             stage = 0
             phase ^= 1
-    blank = gl.zeros([SEGMENT, D], gl.bfloat16, L)
+    zeros = gl.zeros([SEGMENT, D], gl.bfloat16, L)
     token = (coords.token + coords.length).to(gl.int32)
     for j in range(((coords.padding + SEGMENT - 1) // SEGMENT).to(gl.int32)):
         rows = gl.minimum(coords.padding - j * SEGMENT, SEGMENT).to(gl.int32)
-        _store_tokens(gmem.o, token + j * SEGMENT, coords.hv, rows, blank, HV, D, SEGMENT, L)
+        _store_tokens(gmem.o, token + j * SEGMENT, coords.hv, rows, zeros, HV, D, SEGMENT, L)
 
 
 @gluon.jit
 def _parameter(p, strides, i_hv, o_v):
-    """A head's row of a parameter [HV, D], float32."""
+    """Load one head's row of a parameter [HV, D] as float32."""
     return gl.load(p + i_hv * strides[0] + o_v.to(gl.int64) * strides[1]).to(gl.float32)
 
 
 @gluon.jit
 def _store_tokens(p, token, i_hv, rows, x, HV: gl.constexpr, W: gl.constexpr, SEGMENT: gl.constexpr, L: gl.constexpr):
-    """Write x [SEGMENT, W], laid out as L, to the rows of a contiguous [tokens, HV, W] from `token` on that are tokens.
+    """Store the first `rows` rows of x [SEGMENT, W] in layout L to a contiguous [tokens, HV, W], from `token` on.
 
-    No stride is an argument: inside a group of warps none is known to be 1, and each number would be stored by itself.
+    Strides are not arguments: inside a warp group the compiler cannot see that one is 1, and stores would be scalar.
     """
     o_t = gl.arange(0, SEGMENT, layout=gl.SliceLayout(1, L))
     o_w = gl.arange(0, W, layout=gl.SliceLayout(0, L))
@@ -616,12 +663,13 @@ def _store_tokens(p, token, i_hv, rows, x, HV: gl.constexpr, W: gl.constexpr, SE
 
 @gluon.jit
 def _first(a, b):
+    """Combine function of a reduction that selects the first element."""
     return a
 
 
 @gluon.jit
 def _from_first(z):
-    """z less the first value of its row, rows being eight lanes' own, eight numbers each."""
+    """Subtract the first value of each row; eight lanes hold a row, eight numbers each."""
     SUBTRACT: gl.constexpr = """
     {
     .reg .f32 first;
