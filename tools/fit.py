@@ -95,7 +95,7 @@ class Card:
                 cost = Cost(usage.shared > aot.SHARED[self.architecture], usage.spilled)
                 found[lookups[-1]] = max(cost, found.get(lookups[-1], cost))
 
-        with mock.patch.object(kernel_configs, "row", row), aot.pretending(self.architecture, compiled):
+        with mock.patch.object(kernel_configs, "row", row), aot.pretend_gpu(self.architecture, compiled):
             call.run()
         return found
 
@@ -119,7 +119,7 @@ class Card:
 def main() -> None:
     for architecture in sys.argv[1:] or [name for name in aot.SHARED if name != MEASURED]:
         card = Card(architecture)
-        for call in (*aot.CALLS, *aot.WIDE):
+        for call in (*aot.CALLS, *aot.EXTENDED):
             for lookup, cost in card.costs(call).items():
                 if cost > Cost(False, SPARE):
                     card.improve(call, lookup)

@@ -1,12 +1,12 @@
-"""Compiles what a launch would compile, for GPUs that are not there, and reads what it takes of them.
+"""Ahead-of-time compilation of the kernels of a call, without a GPU, and the resources that they use.
 
-`compiled(call, architecture)` makes a public operator's call on small CPU tensors, forward and backward, with every
-launch of a kernel stopped after its compilation. So what is compiled is what a card of that architecture would run:
-the row of its configurations, the arguments of the real launch and what Triton makes of their values.
+`compiled(call, architecture)` makes a public operator's call on small CPU tensors, forward and backward. Each kernel
+launch ends after the compilation. The compiled code is therefore what a GPU of that architecture would run: with the
+configuration of its table, the arguments of the real launch, and Triton's specialisation on their values.
 
     python -m tests.compile.aot                            every call for every architecture, as a table
     python -m tests.compile.aot -a sm_90 -c float32        some of them
-    python -m tests.compile.aot --allow                    records in allowances.json what they spill
+    python -m tests.compile.aot --allow                    records their spills in allowances.json
 """
 
 import argparse
@@ -57,22 +57,22 @@ HERE = Path(__file__).parent
 CACHE = HERE.parents[1] / ".cache" / "triton"
 ALLOWANCES = HERE / "allowances.json"
 
-RECORDED = "3.6"
-"""The Triton whose spills are allowed to one that has none recorded for an architecture."""
+RECORDED_TRITON = "3.6"
+"""Triton version whose recorded spills apply to a version without a record for an architecture."""
 
-UNNAMED = '"cuda:any"'
-"""Stands for an architecture's name in what is kept for all of them."""
+ANY_ARCHITECTURE = '"cuda:any"'
+"""Placeholder for an architecture's name in modules that are cached for all architectures."""
 
-OPTIONS_OF_THE_LANGUAGE = (
+FRONTEND_OPTIONS = (
     "allowed_dot_input_precisions",
     "debug",
     "default_dot_input_precision",
     "sanitize_overflow",
 )
-"""What Triton's front end reads of the options, float8 aside: the same for every architecture and row."""
+"""Options that Triton's front end reads, except those of float8. They are equal for every architecture and row."""
 
-TARGET = re.compile(r"^\.target (\w+)", re.MULTILINE)
-"""The line of PTX that names an architecture."""
+PTX_TARGET = re.compile(r"^\.target (\w+)", re.MULTILINE)
+"""Line of PTX that names the architecture."""
 
 KIB = 1024
 SHARED = {
@@ -83,29 +83,29 @@ SHARED = {
     "sm_100": 227 * KIB,
     "sm_120": 99 * KIB,
 }
-"""Bytes of shared memory that one block may ask for."""
+"""Bytes of shared memory available to one block."""
 
 SAME_CODE = {"sm_89": "sm_80"}
-"""Architecture -> the one whose PTX is its own but for the target's name; registers are given out by the assembler."""
+"""Architecture -> one with the same PTX except for the target's name. The assembler allocates registers for each."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator: what a user would ask for, small.
+    """One small call of an operator.
 
     Attributes:
-        subject: Of `wyfold.cli.operators`: the operator, and the way to use it.
+        subject: Name of an entry of `wyfold.cli.operators`: the operator, and how it is used.
         dtype: Of the inputs, by torch's name.
         K, V: Widths.
-        options: Keywords beside the drawn arguments.
-        packed: Whether boundaries are given.
-        heads: Value heads; with two of them programs are few.
-        wrt: Arguments whose gradients are wanted; empty for all of them.
-        segments: That the sequence is cut into.
-        askew: Whether tokens lie where no box of the copy engine begins.
-        scalar: Whether a gate over channels is left with the first of them.
-        projected: Whether the gate is of the inputs' dtype, as a projection leaves it that is activated inside.
-        only: Kernels, as tables name them, that `make test` compiles of it; empty for all. The rest other calls have.
+        options: Keywords in addition to the drawn arguments.
+        packed: Whether boundaries are passed.
+        heads: Value heads. Two of them give few programs (low occupancy).
+        wrt: Arguments that require gradients; empty for all.
+        segments: Number of segments of the sequence.
+        misaligned: Whether the addresses of tokens are no multiples of 16, which TMA descriptors need.
+        scalar: Whether a gate over channels is reduced to its first channel.
+        projected: Whether the gate has the dtype of the inputs, as a projection's output whose activation is inside.
+        only: Kernels ("stage.language") that `make test` compiles; empty for all. Other calls compile the rest.
     """
 
     subject: str
@@ -117,7 +117,7 @@ class Call:
     heads: int = 2
     wrt: tuple[str, ...] = ()
     segments: int = 1
-    askew: bool = False
+    misaligned: bool = False
     scalar: bool = False
     projected: bool = False
     only: tuple[str, ...] = ()
@@ -128,19 +128,19 @@ class Call:
         words += [f"HV{self.heads}"] if self.heads != 2 else []
         words += [f"d{name}" for name in self.wrt]
         words += [f"in {self.segments} segments"] if self.segments != 1 else []
-        words += ["askew"] if self.askew else []
+        words += ["misaligned"] if self.misaligned else []
         words += ["scalar"] if self.scalar else []
         words += ["projected"] if self.projected else []
         return " ".join(words)
 
     def arguments(self) -> dict[str, Any]:
-        """What the operator is given, on the CPU."""
+        """Arguments of the call, on the CPU."""
         subject = OPERATOR_SPECS[self.subject]
         T = 64 * self.segments
         arguments = subject.arguments(Shape(1, T, 1, self.heads, self.K, self.V), getattr(torch, self.dtype), 0)
         if self.packed:
             arguments["cu_seqlens"] = torch.tensor([0, T])
-        arguments |= self.moved(arguments)
+        arguments |= self.misalign(arguments)
         if self.scalar:
             arguments["g"] = arguments["g"][..., 0].contiguous()
         if self.projected:
@@ -150,38 +150,38 @@ class Call:
                 x.requires_grad_(not self.wrt or name in self.wrt)
         return {**arguments, **dict(self.options), "backend": "triton"}
 
-    def moved(self, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The tokens, one element behind an address that is a multiple of 16, if they are to be askew."""
-        tokens = {name: arguments[name] for name in ("q", "k", "v")} if self.askew else {}
+    def misalign(self, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """If `misaligned`, copies of the tokens, one element behind an address that is a multiple of 16."""
+        tokens = {name: arguments[name] for name in ("q", "k", "v")} if self.misaligned else {}
         return {name: x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x) for name, x in tokens.items()}
 
     def run(self) -> None:
-        """Forward, and backward where there is one."""
+        """Run the forward, and the backward if there is one."""
         subject = OPERATOR_SPECS[self.subject]
-        with self.cut():
+        with self.segmented():
             outputs = subject.ours(self.arguments())
         if subject.backward:
             torch.autograd.backward(outputs, [torch.zeros_like(x) for x in outputs])
 
-    def cut(self) -> contextlib.AbstractContextManager[None]:
-        """Within, the sequence is cut."""
+    def segmented(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which the sequence is cut into segments."""
         return contextlib.nullcontext() if self.segments == 1 else segment_rule.forced(self.segments)
 
 
 @dataclass(frozen=True)
-class Served:
+class ServingCall:
     """One call of a serving operator, over a pool of two slots.
 
     Attributes:
-        operator: Its name.
+        operator: Name of the operator.
         stored: Dtype of the pool.
-        between: Whether boundaries are given, and states on the way stored in a pool of their own.
-        gate: Kind of the gate of a call whose heads have 128 channels; empty: neither is.
-        heads: Of bfloat16 tokens in chunks of 64, as a card picks them, some sequences starting from zeros and all left
-            elsewhere; 0: one head of float32 tokens.
-        v_first: Whether the states of a call with a gate are.
-        wide: Whether the output is float32 beside tokens of 16 bits.
-        only: As of a `Call`.
+        between: Whether boundaries are passed, and intermediate states are stored in a separate pool.
+        gate: Kind of the gate, with heads of 128 channels. Empty: no gate, and heads of 16 channels.
+        heads: Number of heads, with bfloat16 tokens in chunks of 64 as on a GPU, a mask of initial states, and final
+            states in other slots. 0: one head, with float32 tokens.
+        v_first: Whether the states of a call with a gate are [V, K].
+        wide: Whether the output is float32 for tokens of 16 bits.
+        only: As in `Call`.
     """
 
     operator: str
@@ -229,13 +229,15 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Share:
-    """A call of the second of three ranks: its tokens come from another one and go on at one, behind a full chunk.
+class RankCall:
+    """A call under context parallelism on the second of three ranks, whose sequence spans all ranks.
+
+    The rank has tokens behind its last full chunk.
 
     Attributes:
         dtype: Of the inputs, by torch's name.
         K, V: Widths.
-        only: As of a `Call`, and of `make compile` as well.
+        only: As in `Call`, but for `make compile` as well.
     """
 
     dtype: str = "bfloat16"
@@ -262,16 +264,16 @@ class Share:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a compiled kernel takes.
+    """Resources of a compiled kernel.
 
     Attributes:
         kernel: Name.
         shared: Bytes of shared memory of a block.
-        registers: Of a thread.
-        spilled: Bytes stored to and loaded from memory because registers ran out, counted in the code once each.
-        tensor_memory: Columns, on architectures that have such a memory.
-        serialized: Whether asynchronous matrix products wait for each other because registers ran out.
-        reused: What may lie where a barrier was (docs/facts/hopper.md, KDA-NAN-1).
+        registers: Registers of a thread.
+        spilled: Bytes of register spills, stored and loaded. Each instruction counts once.
+        tensor_memory: Columns of tensor memory; 0 on architectures without it.
+        serialized: Whether the assembler serialised asynchronous matrix products for lack of registers.
+        reused: Allocations that may overlap the memory of a barrier (docs/facts/hopper.md, KDA-NAN-1).
     """
 
     kernel: str
@@ -283,8 +285,8 @@ class Usage:
     reused: list[str]
 
 
-class PretendDriver:
-    """Answers what a launch asks of a GPU's driver before it compiles; has no device."""
+class FakeDriver:
+    """Triton driver without a GPU: answers the queries that a launch makes before it compiles."""
 
     def __init__(self, architecture: str):
         from triton.backends.compiler import GPUTarget
@@ -296,7 +298,7 @@ class PretendDriver:
         return self.target
 
     def get_current_device(self) -> int:
-        return self.number  # kernels are kept by device: one for each architecture
+        return self.number  # Triton caches kernels by device, so each architecture has an index
 
     def get_current_stream(self, device: int | None = None) -> int:
         return 0
@@ -306,17 +308,20 @@ class PretendDriver:
 
 
 @contextlib.contextmanager
-def pretending(architecture: str, launched: Callable[..., None], code_of: str = "") -> Iterator[None]:
-    """Kernels serve CPU tensors, as on this architecture; `launched(kernel, *arguments)` in place of a launch.
+def pretend_gpu(architecture: str, launched: Callable[..., None], code_of: str = "") -> Iterator[None]:
+    """Let kernels serve CPU tensors as on a GPU of this architecture.
 
-    Calls and configurations are this architecture's; what is compiled, is compiled for `code_of` where one is named.
+    Args:
+        architecture: Determines calls and configurations.
+        launched: Called as `launched(kernel, *arguments, grid=..., **options)` instead of a launch.
+        code_of: Architecture to compile for, if it differs.
     """
 
     def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         launched(self, *arguments, grid=grid, **options)
 
     with (
-        mock.patch.object(driver, "_active", PretendDriver(code_of or architecture)),
+        mock.patch.object(driver, "_active", FakeDriver(code_of or architecture)),
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(triton_support, "architecture", lambda device: architecture),
         mock.patch.object(table, "_device_refusal", lambda device, demand: ""),
@@ -324,40 +329,49 @@ def pretending(architecture: str, launched: Callable[..., None], code_of: str = 
         yield
 
 
-def named(kernel: Any) -> str:
-    """A kernel as tables name it: its stage and its language."""
+def kernel_name(kernel: Any) -> str:
+    """Name of a kernel in the tables: "stage.language"."""
     return ".".join(kernel.fn.__module__.split(".")[2:4])
 
 
-def wanted(call: Call | Served | Share, kernel: str) -> bool:
+def in_make_test(call: Call | ServingCall | RankCall, kernel: str) -> bool:
     """Whether `make test` compiles this kernel of a call."""
     return not call.only or kernel in call.only
 
 
-def compiled(call: Call | Served | Share, architecture: str, code_of: str = "", *, whole: bool = False) -> list[Usage]:
-    """A call's kernels, or `only` some unless it is wanted whole; of `code_of`, assembled for this architecture."""
+def compiled(
+    call: Call | ServingCall | RankCall, architecture: str, code_of: str = "", *, whole: bool = False
+) -> list[Usage]:
+    """Compile the kernels of a call.
+
+    Args:
+        call: The call.
+        architecture: Determines configurations, and the target of the assembler.
+        code_of: Architecture whose PTX is assembled, if it differs.
+        whole: Whether to compile all kernels, also if the call has `only` some.
+    """
     found: list[Usage] = []
 
-    everything = whole and not isinstance(call, Share)
+    everything = whole and not isinstance(call, RankCall)
 
     def launched(kernel: Any, *arguments: Any, **options: Any) -> None:
-        if not everything and not wanted(call, named(kernel)):
+        if not everything and not in_make_test(call, kernel_name(kernel)):
             return
         ready, log = code(kernel, *arguments, **options)
         found.append(usage(ready, log) if code_of in ("", architecture) else usage(ready, "", architecture))
 
-    with pretending(architecture, launched, code_of):
+    with pretend_gpu(architecture, launched, code_of):
         call.run()
     return found
 
 
 def compile_one(kernel: Any, *arguments: Any, **options: Any) -> Usage:
-    """What a launch with these arguments compiles; inside `pretending`."""
+    """Resources of the kernel that a launch with these arguments compiles; inside `pretend_gpu`."""
     return usage(*code(kernel, *arguments, **options))
 
 
 def code(kernel: Any, *arguments: Any, **options: Any) -> tuple[Any, str]:
-    """The kernel that Triton makes of a launch, and the assembler's log; inside `pretending`."""
+    """Compile the kernel of a launch; returns it and the assembler's log. Inside `pretend_gpu`."""
     from triton import knobs
 
     log = io.StringIO()
@@ -365,23 +379,28 @@ def code(kernel: Any, *arguments: Any, **options: Any) -> tuple[Any, str]:
         knobs.cache.scope(),
         knobs.nvidia.scope(),
         contextlib.redirect_stdout(log),
-        read_once(),
-        accesses_laid_out_once(),
+        cache_frontend(),
+        cache_layout_passes(),
     ):
         knobs.cache.dir, knobs.nvidia.dump_ptxas_log = str(CACHE), True
         ready = RUN(kernel, *arguments, warmup=True, **options)
     return ready, log.getvalue()
 
 
-def keeps_modules() -> bool:
-    """Whether this Triton's passes are those that `read_once` and `accesses_laid_out_once` were written for."""
-    return triton_support.triton_version().startswith(f"{RECORDED}.")
+def passes_are_known() -> bool:
+    """Whether this Triton has the passes that `cache_frontend` and `cache_layout_passes` were written for."""
+    return triton_support.triton_version().startswith(f"{RECORDED_TRITON}.")
 
 
-def module_kept(kind: str, source: str, make: Callable[[], Any], context: Any, name: str = UNNAMED) -> Any:
-    """The module that `make` leaves of `source`: made once, and read in place of that from then on.
+def cached_module(kind: str, source: str, make: Callable[[], Any], context: Any, name: str = ANY_ARCHITECTURE) -> Any:
+    """The module that `make` returns, cached on disk.
 
-    `name` is the architecture's, in what is made and in what is returned.
+    Args:
+        kind: Suffix of the cache file.
+        source: Cache key: everything that the module depends on.
+        make: Makes the module.
+        context: Context of the returned module.
+        name: Name of the architecture in the module; replaced by `ANY_ARCHITECTURE` in the cache.
     """
     from triton._C.libtriton import ir
 
@@ -389,10 +408,10 @@ def module_kept(kind: str, source: str, make: Callable[[], Any], context: Any, n
     if not kept.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         unfinished = kept.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(str(make()).replace(name, UNNAMED))
+        unfinished.write_text(str(make()).replace(name, ANY_ARCHITECTURE))
         unfinished.rename(kept)
     with tempfile.NamedTemporaryFile("w", suffix=".ttgir") as named:
-        named.write(kept.read_text().replace(UNNAMED, name))
+        named.write(kept.read_text().replace(ANY_ARCHITECTURE, name))
         named.flush()
         module = ir.parse_mlir_module(named.name, context)
     module.context = context
@@ -400,45 +419,45 @@ def module_kept(kind: str, source: str, make: Callable[[], Any], context: Any, n
 
 
 @contextlib.contextmanager
-def read_once() -> Iterator[None]:
-    """Triton's front end: what it makes of a kernel's source, kept for all architectures.
+def cache_frontend() -> Iterator[None]:
+    """Cache the output of Triton's front end, for all architectures.
 
-    It is shown no architecture, neither by name nor in an option, and fails where it asks for one. Gluon's is left
-    alone: layouts are checked there, for the one architecture that has such kernels.
+    The front end gets no architecture, neither by name nor in an option, and fails if it queries one. Gluon's front end
+    is not cached, because it checks layouts for the one architecture that has such kernels.
     """
     from triton.compiler.compiler import ASTSource
 
-    if not keeps_modules():
+    if not passes_are_known():
         yield
         return
     usual = ASTSource.make_ir
 
     def make_ir(self: Any, target: Any, options: Any, functions: dict[str, Any], modules: Any, context: Any) -> Any:
-        shown = {name: getattr(options, name) for name in OPTIONS_OF_THE_LANGUAGE}
+        shown = {name: getattr(options, name) for name in FRONTEND_OPTIONS}
         least = {"min_dot_size": functions["min_dot_size"]}
 
         def make() -> Any:
             with mock.patch.object(driver, "_active", object()):
                 return usual(self, None, SimpleNamespace(**shown), least, modules, context)
 
-        return module_kept("read", f"{self.hash()} {shown}", make, context)
+        return cached_module("read", f"{self.hash()} {shown}", make, context)
 
     with mock.patch.object(ASTSource, "make_ir", make_ir):
         yield
 
 
 @contextlib.contextmanager
-def accesses_laid_out_once() -> Iterator[None]:
-    """Triton's first two passes over tiles: made of a kernel for one architecture, and kept for the others.
+def cache_layout_passes() -> Iterator[None]:
+    """Cache the output of Triton's first two passes on tiles, for all architectures.
 
-    All they know of an architecture is its name. The second walks the whole kernel for every access to memory (TRITON-4
-    in docs/facts/compilers.md), longer than everything after it where there are many. Of a Triton whose passes nobody
-    has looked at nothing is kept.
+    They depend on the architecture only by its name. The second one traverses the whole kernel for every memory access
+    (TRITON-4 in docs/facts/compilers.md). With many accesses that takes longer than all later passes. Nothing is cached
+    under a Triton whose passes were not inspected.
     """
     from triton._C.libtriton import ir, passes
     from triton.backends.nvidia.compiler import CUDABackend
 
-    if not keeps_modules():
+    if not passes_are_known():
         yield
         return
     usual, convert, lay_out = CUDABackend.make_ttgir, passes.ttir.add_convert_to_ttgpuir, passes.ttgpuir.add_coalesce
@@ -450,11 +469,11 @@ def accesses_laid_out_once() -> Iterator[None]:
             manager = ir.pass_manager(context)
             convert(manager, name.strip('"'), options.num_warps, 32, options.num_ctas)
             lay_out(manager)
-            manager.run(module, "accesses_laid_out_once")
+            manager.run(module, "cache_layout_passes")
             return module
 
         source = f"{options.num_warps} {options.num_ctas} {module}"
-        module = module_kept("laid_out", source, make, context, name)
+        module = cached_module("laid_out", source, make, context, name)
         with (
             mock.patch.object(passes.ttir, "add_convert_to_ttgpuir", lambda *_: None),
             mock.patch.object(passes.ttgpuir, "add_coalesce", lambda *_: None),
@@ -465,8 +484,8 @@ def accesses_laid_out_once() -> Iterator[None]:
         yield
 
 
-def rows_of(call: Call | Served | Share, architecture: str) -> set[tuple[str, str]]:
-    """(kernel, row) of every configuration that a call takes; nothing is compiled."""
+def rows_of(call: Call | ServingCall | RankCall, architecture: str) -> set[tuple[str, str]]:
+    """(kernel, row) of every configuration that a call uses. Compiles nothing."""
     found, usual = set(), kernel_configs.row
 
     def row(architecture: str, kernel: str, key: str) -> str:
@@ -474,14 +493,14 @@ def rows_of(call: Call | Served | Share, architecture: str) -> set[tuple[str, st
         found.add((kernel, name))
         return name
 
-    with mock.patch.object(kernel_configs, "row", row), pretending(architecture, lambda *_, **__: None):
+    with mock.patch.object(kernel_configs, "row", row), pretend_gpu(architecture, lambda *_, **__: None):
         call.run()
     return found
 
 
-def rows_explained(call: Call, architecture: str) -> set[tuple[str, str]]:
-    """The same from the plan of a call that is not made."""
-    with pretending(architecture, lambda *_, **__: None), call.cut():
+def explained_rows(call: Call, architecture: str) -> set[tuple[str, str]]:
+    """(kernel, row) of every configuration in the plan of a call. Does not make the call."""
+    with pretend_gpu(architecture, lambda *_, **__: None), call.segmented():
         plan = wyfold.explain(getattr(wyfold, OPERATOR_SPECS[call.subject].operator), **call.arguments())
     return {
         (f"{stage}.{table.selected_backend(stage, plan.backend, key, torch.device('cpu'))}", row)
@@ -490,10 +509,10 @@ def rows_explained(call: Call, architecture: str) -> set[tuple[str, str]]:
 
 
 def usage(kernel: Any, log: str, architecture: str = "") -> Usage:
-    """Of a compiled kernel; read once, from the assembler's log, and kept beside the compiler's own cache."""
+    """Resources of a compiled kernel, from the assembler's log. Cached on disk, next to the compiler's cache."""
     kept = CACHE / f"{kernel.hash}{architecture}.use.json"
     if not kept.exists():
-        log = log if "spill stores" in log else assembled(kernel, architecture)
+        log = log if "spill stores" in log else assembler_log(kernel, architecture)
         spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
         found = Usage(
             kernel.metadata.name,
@@ -508,16 +527,16 @@ def usage(kernel: Any, log: str, architecture: str = "") -> Usage:
     return Usage(**json.loads(kept.read_text()))
 
 
-def assembled(kernel: Any, architecture: str = "") -> str:
-    """The assembler's log of a kernel that was compiled before, for its own target or another one."""
+def assembler_log(kernel: Any, architecture: str = "") -> str:
+    """Assemble the PTX of a compiled kernel again, for its target or another one, and return the log."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     with tempfile.TemporaryDirectory() as folder:
         source, ptx = Path(folder, "kernel.ptx"), kernel.asm["ptx"]
         if architecture:
-            ptx = TARGET.sub(f".target {architecture}", ptx)
+            ptx = PTX_TARGET.sub(f".target {architecture}", ptx)
         source.write_text(ptx)
-        gpu = TARGET.search(ptx)[1]
+        gpu = PTX_TARGET.search(ptx)[1]
         command = [get_ptxas(kernel.metadata.target.arch).path, "-v", f"--gpu-name={gpu}", source]
         done = subprocess.run([*command, "-o", Path(folder, "kernel")], capture_output=True, text=True, check=True)
         return done.stderr
@@ -525,47 +544,49 @@ def assembled(kernel: Any, architecture: str = "") -> str:
 
 @functools.cache
 def allowances() -> dict[str, dict[str, dict[str, int]]]:
-    """Triton's minor version -> architecture -> "call: kernel" -> bytes it may spill; "...: serialized" -> 1."""
+    """Allowed spills: Triton minor version -> architecture -> "call: kernel" -> bytes; "...: serialized" -> 1."""
     return json.loads(ALLOWANCES.read_text()) if ALLOWANCES.exists() else {}
 
 
-def complaints(call: Call | Served | Share, architecture: str, found: list[Usage]) -> list[str]:
-    """What is wrong with a call's kernels; empty if they fit."""
+def violations(call: Call | ServingCall | RankCall, architecture: str, found: list[Usage]) -> list[str]:
+    """Resource limits and allowances that the kernels of a call exceed; empty if none."""
     recorded = allowances()
     minor = ".".join(triton_support.triton_version().split(".")[:2])
-    allowed = recorded.get(minor, {}).get(architecture) or recorded.get(RECORDED, {}).get(architecture, {})
+    allowed = recorded.get(minor, {}).get(architecture) or recorded.get(RECORDED_TRITON, {}).get(architecture, {})
     wrong = []
     for u in found:
         if u.shared > SHARED[architecture]:
-            wrong.append(f"{u.kernel}: {u.shared} bytes of shared memory, {SHARED[architecture]} are there")
+            wrong.append(f"{u.kernel}: {u.shared} bytes of shared memory, {SHARED[architecture]} are available")
         if u.spilled > allowed.get(f"{call}: {u.kernel}", 0):
             wrong.append(f"{u.kernel}: spills {u.spilled} bytes, {allowed.get(f'{call}: {u.kernel}', 0)} are allowed")
         if u.serialized and not allowed.get(f"{call}: {u.kernel}: serialized"):
             wrong.append(f"{u.kernel}: its matrix products are serialized")
-        wrong += [f"{u.kernel}: where a barrier was may lie {taken}" for taken in u.reused]
+        wrong += [f"{u.kernel}: memory of a barrier may be reused by {reuse}" for reuse in u.reused]
         if u.tensor_memory > 512:
-            wrong.append(f"{u.kernel}: {u.tensor_memory} columns of tensor memory, 512 are there")
+            wrong.append(f"{u.kernel}: {u.tensor_memory} columns of tensor memory, 512 are available")
     return wrong
 
 
-CARD = (("chunk_size", 64),)
-"""What a card picks for the gates that all channels share; these tensors are on the CPU, which picks fewer rows."""
+GPU_CHUNKS = (("chunk_size", 64),)
+"""Chunk size that a GPU selects for a scalar gate. For CPU tensors a smaller one is selected."""
 
 SCANS = ("scan.triton", "scan_bwd.triton")
+"""Kernels whose code differs in calls with unusual widths or row addresses."""
+
 SEGMENTS = ("segment_summary.triton", "segment_fold.triton")
-"""What a call has of its own: if its widths or its rows' places are unusual; if its sequence is cut."""
+"""Kernels that only calls in segments have."""
 
 CALLS = (
     Call("chunk_gated_delta_rule, gate inside", options=(("chunk_size", 64),), packed=True, heads=128),
     Call("chunk_kda, gate inside", packed=True),
-    # Without what goes through K in slices: at 256 there are more of them (WIDE has the whole call).
+    # Without the kernels that process K in slices, of which 256 has more. `EXTENDED` has the whole call.
     Call("chunk_kda", K=256, V=256, wrt=("initial_state",), only=SCANS),
     Call("chunk_delta_rule", K=24, V=40, options=(("chunk_size", 32),)),
     Call("chunk_gated_delta_rule", "float16", 64, 64),
-    Call("chunk_gated_delta_rule", "float32", options=CARD),
+    Call("chunk_gated_delta_rule", "float32", options=GPU_CHUNKS),
     Call("chunk_kda, bounded gate", "float16", 64, 64, options=(("chunk_size", 16),)),
     Call("chunk_kda", "float32", 64, 64),
-    # With the gate inside as in the second call, whose `prepare` it has: made once.
+    # The gate is inside, as in the second call, so that both compile one `prepare`.
     Call("chunk_kda, gate inside", packed=True, wrt=("initial_state",), segments=8),
     Call("chunk_gated_delta_rule", "float32", 64, 64, wrt=("initial_state",), segments=4, only=SEGMENTS),
     *(
@@ -606,15 +627,15 @@ CALLS = (
         )
     ),
 )
-"""What `make test` compiles for each architecture: every row of its table, every kind of gate and dtype.
+"""Calls that `make test` compiles for each architecture: every row of its table, every kind of gate and dtype.
 
-Of a call whose other kernels take rows that another call has too, only its own; `make compile` compiles it whole.
+A call with `only` is restricted to kernels that no other call compiles; `make compile` compiles all its kernels.
 """
 
 STATES = (("chunk_size", 64), ("state_v_first", True), ("return_intermediate_states", True))
-"""With states on the way, which cost shared memory beside that of the tokens in flight."""
+"""Options for intermediate states, which take shared memory in addition to the tokens in flight."""
 
-OWN: dict[str, tuple[Call | Served | Share, ...]] = {
+PER_ARCHITECTURE: dict[str, tuple[Call | ServingCall | RankCall, ...]] = {
     "sm_90": (
         Call("chunk_kda, gate inside", options=(("chunk_size", 64),), packed=True),
         Call("chunk_delta_rule", options=(("chunk_size", 64),), heads=128, only=("scan.gluon",)),
@@ -659,11 +680,11 @@ OWN: dict[str, tuple[Call | Served | Share, ...]] = {
             "chunk_gated_delta_rule",
             options=(("chunk_size", 64),),
             wrt=("initial_state",),
-            askew=True,
+            misaligned=True,
             only=("scan.gluon", "scan_bwd.gluon"),
         ),
-        Served("prefill", gate="scalar", heads=1, wide=True, only=("scan.triton",)),
-        Served("prefill", gate="channel", heads=128, wide=True, only=("scan.triton",)),
+        ServingCall("prefill", gate="scalar", heads=1, wide=True, only=("scan.triton",)),
+        ServingCall("prefill", gate="channel", heads=128, wide=True, only=("scan.triton",)),
         Call("chunk_ttt_linear", "float32", options=(("chunk_size", 16),)),
         Call(
             "chunk_gated_delta_rule",
@@ -690,28 +711,28 @@ OWN: dict[str, tuple[Call | Served | Share, ...]] = {
             only=("segment_summary.triton",),
         ),
         *(Call(f"fused_recurrent_{name}", options=(("state_v_first", True),)) for name in ("gated_delta_rule", "kda")),
-        *(Served("decode", "bfloat16", gate=gate) for gate in ("", "scalar", "channel")),
-        Served("prefill", gate="scalar", heads=1),
-        Served("prefill", "bfloat16", gate="scalar", heads=128, only=("scan.gluon",)),
-        Served("prefill", "bfloat16", gate="channel", heads=128),
-        *(Served("decode", "bfloat16", gate=gate, v_first=False) for gate in ("scalar", "channel")),
+        *(ServingCall("decode", "bfloat16", gate=gate) for gate in ("", "scalar", "channel")),
+        ServingCall("prefill", gate="scalar", heads=1),
+        ServingCall("prefill", "bfloat16", gate="scalar", heads=128, only=("scan.gluon",)),
+        ServingCall("prefill", "bfloat16", gate="channel", heads=128),
+        *(ServingCall("decode", "bfloat16", gate=gate, v_first=False) for gate in ("scalar", "channel")),
     ),
     "sm_100": (
-        Call("chunk_delta_rule", "float32", options=CARD),
-        Call("chunk_gated_delta_rule", K=256, V=256, options=CARD, wrt=("initial_state",), only=SCANS),
+        Call("chunk_delta_rule", "float32", options=GPU_CHUNKS),
+        Call("chunk_gated_delta_rule", K=256, V=256, options=GPU_CHUNKS, wrt=("initial_state",), only=SCANS),
     ),
     "sm_120": tuple(
-        Call("chunk_gated_delta_rule", dtype, 256, 256, options=CARD, wrt=("initial_state",), only=SCANS)
+        Call("chunk_gated_delta_rule", dtype, 256, 256, options=GPU_CHUNKS, wrt=("initial_state",), only=SCANS)
         for dtype in ("bfloat16", "float16")
     ),
 }
-"""For rows that only one architecture has, and for what has to fit there."""
+"""Architecture -> calls for rows that only it has, and for kernels that must fit there."""
 
-WIDE = (
+EXTENDED = (
     Call("chunk_gated_delta_rule"),
     Call("chunk_gated_delta_rule", "float32", 64, 64),
-    Call("chunk_gated_delta_rule", "float16", options=CARD),
-    *(Call("chunk_gated_delta_rule", dtype, 256, 256, options=CARD) for dtype in ("bfloat16", "float16")),
+    Call("chunk_gated_delta_rule", "float16", options=GPU_CHUNKS),
+    *(Call("chunk_gated_delta_rule", dtype, 256, 256, options=GPU_CHUNKS) for dtype in ("bfloat16", "float16")),
     Call("chunk_gated_delta_rule", K=256, V=256),
     Call("chunk_gated_delta_rule", "float16"),
     Call("chunk_gated_delta_rule", K=64, V=64),
@@ -733,37 +754,37 @@ WIDE = (
     Call("chunk_ttt_linear", K=64, V=64, options=(("chunk_size", 16), ("eta_col", 0.5), ("residual", "q"))),
     *(Call(name, "float32") for name in ("causal_conv1d", "l2norm", "rms_norm_gated", "fused_kda_gate")),
 )
-"""What `make compile` compiles beside it: widths and dtypes that take the same rows."""
+"""Calls that `make compile` compiles in addition: other widths and dtypes on the same rows."""
 
 
-SERVED = (
-    Served("prefill", "bfloat16", only=("scan.triton",)),
-    Served("prefill", "bfloat16", between=True),
-    Served("conv1d_update", "bfloat16"),
-    Served("ttt_decode"),
-    Served("ttt_decode", "bfloat16"),
+SERVING_CALLS = (
+    ServingCall("prefill", "bfloat16", only=("scan.triton",)),
+    ServingCall("prefill", "bfloat16", between=True),
+    ServingCall("conv1d_update", "bfloat16"),
+    ServingCall("ttt_decode"),
+    ServingCall("ttt_decode", "bfloat16"),
 )
-"""For kernels that the differentiable operators have no use for."""
+"""Calls for kernels that the differentiable operators do not use."""
 
 
-SHARES = Share(), Share("float32", 24, 40)
+RANK_CALLS = RankCall(), RankCall("float32", 24, 40)
 
 
-def calls(architecture: str) -> tuple[Call | Served | Share, ...]:
-    """What is compiled for one architecture."""
-    return *CALLS, *SERVED, *SHARES, *OWN.get(architecture, ())
+def calls(architecture: str) -> tuple[Call | ServingCall | RankCall, ...]:
+    """Calls that are compiled for one architecture."""
+    return *CALLS, *SERVING_CALLS, *RANK_CALLS, *PER_ARCHITECTURE.get(architecture, ())
 
 
-def looked_at(architecture: str, word: str, wide: bool) -> list[tuple[Call | Served | Share, list[Usage]]]:
-    """Every call whose name holds the word, with its kernels, for one architecture."""
-    found = [call for call in (*calls(architecture), *(WIDE if wide else ())) if word in str(call)]
+def compile_calls(architecture: str, word: str, wide: bool) -> list[tuple[Call | ServingCall | RankCall, list[Usage]]]:
+    """Compile every call whose name contains the word, for one architecture."""
+    found = [call for call in (*calls(architecture), *(EXTENDED if wide else ())) if word in str(call)]
     return [(call, compiled(call, architecture, whole=wide)) for call in found]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-a", "--architecture", action="append", choices=SHARED)
-    parser.add_argument("-c", "--call", default="", help="only calls whose name holds this")
+    parser.add_argument("-c", "--call", default="", help="only calls whose name contains this")
     parser.add_argument("--narrow", action="store_true", help="only what `make test` compiles")
     parser.add_argument("--allow", action="store_true", help="record the spills that were found as allowed")
     args = parser.parse_args()
@@ -771,7 +792,7 @@ def main() -> int:
     minor = ".".join(triton_support.triton_version().split(".")[:2])
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as workers:
         for architecture, found in zip(
-            architectures, workers.map(partial(looked_at, word=args.call, wide=not args.narrow), architectures)
+            architectures, workers.map(partial(compile_calls, word=args.call, wide=not args.narrow), architectures)
         ):
             for call, kernels in found:
                 for u in kernels:
@@ -779,15 +800,15 @@ def main() -> int:
                     print(f"{architecture:7} {call!s:60} {u.kernel:32} {marks}{'  serialized' * u.serialized}")
                 if args.allow:
                     record(allowed.setdefault(minor, {}).setdefault(architecture, {}), call, kernels)
-                wrong += [f"{architecture} {call}: {text}" for text in complaints(call, architecture, kernels)]
+                wrong += [f"{architecture} {call}: {text}" for text in violations(call, architecture, kernels)]
     if args.allow:
         ALLOWANCES.write_text(json.dumps(allowed, indent=1, sort_keys=True) + "\n")
     print(*wrong, f"{len(wrong)} over what is allowed", sep="\n")
     return 1 if wrong else 0
 
 
-def record(allowed: dict[str, int], call: Call | Served | Share, kernels: list[Usage]) -> None:
-    """A call's spills as what it may spill: the worst of a kernel's launches, a quarter more, in steps of 64 bytes."""
+def record(allowed: dict[str, int], call: Call | ServingCall | RankCall, kernels: list[Usage]) -> None:
+    """Record the spills of a call as allowed: the worst launch of each kernel, plus 25 %, in steps of 64 bytes."""
     for u in kernels:
         for name in (f"{call}: {u.kernel}", f"{call}: {u.kernel}: serialized"):
             allowed.pop(name, None)

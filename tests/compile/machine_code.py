@@ -1,4 +1,4 @@
-"""What the assembler made of a kernel, read instruction by instruction."""
+"""Inspection of a compiled kernel's machine code (SASS) and shared-memory allocation."""
 
 import re
 import subprocess
@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 
-def read(kernel: Any) -> str:
-    """A compiled kernel's machine code."""
+def disassemble(kernel: Any) -> str:
+    """Disassemble a compiled kernel."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
@@ -18,13 +18,13 @@ def read(kernel: Any) -> str:
         return subprocess.run([str(tool), file.name], capture_output=True, text=True, check=True).stdout
 
 
-def instructions(sass: str) -> int:
-    """How many there are."""
+def count_instructions(sass: str) -> int:
+    """Number of instructions."""
     return len(re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+.*?;", sass, re.MULTILINE))
 
 
-def overtaken(sass: str) -> list[str]:
-    """Instructions that write a register which a product under way still reads as its left operand."""
+def overwritten_operands(sass: str) -> list[str]:
+    """Instructions that write a register that a matrix product in flight still reads as its left operand."""
     groups: list[set[int]] = [set()]
     found = []
     for instruction in re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?);", sass, re.MULTILINE):
@@ -46,27 +46,32 @@ def overtaken(sass: str) -> list[str]:
     return found
 
 
-def waited_for(sass: str) -> list[str]:
-    """What an innermost loop with products loads from memory and gives to a register of the whole warp, which waits."""
+def blocking_loads(sass: str) -> list[str]:
+    """Moves of a value loaded from global memory to a warp-uniform register, in innermost loops with products.
+
+    The whole warp waits for such a load.
+    """
     found = []
-    for body in loops_with_products(sass):
+    for body in mma_loops(sass):
         loaded = {x for text in body for x in re.findall(r"LDG\.E\S* (R\d+),", text)}
         found += [text for text in body for x in re.findall(r"R2UR UR\d+, (R\d+)", text) if x in loaded]
     return found
 
 
-def brought_back(sass: str) -> list[str]:
-    """What an innermost loop with products loads from local memory and gives to a register of the whole warp: where a
-    tile lies, worked out before the loop."""
+def reloaded_addresses(sass: str) -> list[str]:
+    """Moves of a value loaded from local memory to a warp-uniform register, in innermost loops with products.
+
+    Such values are addresses of tiles that were computed before the loop and spilled.
+    """
     found = []
-    for body in loops_with_products(sass):
+    for body in mma_loops(sass):
         loaded = {f"R{int(x) + n}" for text in body for x in re.findall(r"LDL\S* R(\d+),", text) for n in range(4)}
         found += [text for text in body for x in re.findall(r"R2UR UR\d+, (R\d+)", text) if x in loaded]
     return found
 
 
-def loops_with_products(sass: str) -> list[list[str]]:
-    """Instructions of each innermost loop with matrix instructions."""
+def mma_loops(sass: str) -> list[list[str]]:
+    """Instructions of each innermost loop that contains matrix products."""
     lines = re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?);|^\s*(\.L_\w+):", sass, re.MULTILINE)
     labels = {label: n for n, (_, label) in enumerate(lines) if label}
     loops = []
@@ -82,9 +87,9 @@ def loops_with_products(sass: str) -> list[list[str]]:
 
 
 def reused_barriers(kernel: Any) -> list[str]:
-    """What takes shared memory after the last name of a barrier in Gluon, and may so be laid where that was.
+    """Allocations of shared memory after the last use of a Gluon barrier, which may overlap the barrier's memory.
 
-    Barriers that Triton makes by itself it also takes back.
+    Barriers that Triton creates itself are also invalidated by it, and not listed.
     """
     if "gluon" not in kernel.metadata.name:
         return []
@@ -109,7 +114,7 @@ def reused_barriers(kernel: Any) -> list[str]:
     for barrier in re.findall(r"(%\w+) = ttg\.local_alloc .*memdesc<[0-9x]*xi64,", "\n".join(lines)):
         last = max(n for n, line in enumerate(lines) if re.search(rf"{barrier}\b(?!_)", line))
         indent = len(lines[last]) - len(lines[last].lstrip())
-        if "ttg.warp_specialize" in lines[last]:  # its parts follow, and may all use what it was given
+        if "ttg.warp_specialize" in lines[last]:  # its partitions follow, and may all use its operands
             last = next(n for n in range(last + 1, len(lines)) if re.match(rf" {{{indent}}}\}}", lines[n]))
         found += [f"{barrier}: {line.strip()[:80]}" for line in lines[last + 1 :] if "allocation.offset" in line]
     return found

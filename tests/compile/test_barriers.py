@@ -1,4 +1,4 @@
-"""Where a barrier of a Gluon kernel has been, nothing else is laid: what looks for it finds it."""
+"""The check for reused memory of barriers in Gluon kernels finds a reuse."""
 
 import importlib.util
 
@@ -17,20 +17,20 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 @gluon.jit
 def gluon_sum(p, KEPT: gl.constexpr):
-    """A sum among warps takes shared memory when the barrier is no longer wanted."""
-    come = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(come, count=1)
-    mbarrier.arrive(come, count=1)
-    mbarrier.wait(come, 0)
+    """A sum across warps allocates shared memory after the last use of a barrier."""
+    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(barrier, count=1)
+    mbarrier.arrive(barrier, count=1)
+    mbarrier.wait(barrier, 0)
     o = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
     gl.store(p, gl.sum(gl.load(p + o), axis=0))
     if KEPT:
-        come._keep_alive()
+        barrier._keep_alive()
 
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_reused_barrier_is_found(kept: bool):
     made = []
-    with aot.pretending("sm_90", lambda *given, **options: made.append(aot.code(*given, **options)[0])):
+    with aot.pretend_gpu("sm_90", lambda *given, **options: made.append(aot.code(*given, **options)[0])):
         gluon_sum[(1,)](torch.zeros(128), KEPT=kept, num_warps=4)
     assert bool(reused_barriers(made[0])) is not kept

@@ -1,5 +1,7 @@
-"""How a state travels when a token is decoded: in whole vectors, many in flight; in a tile of registers, or as it lies,
-a head at a time, to shared memory."""
+"""Memory accesses of a decode step: states are moved in whole vectors with many in flight.
+
+A state goes to a tile in registers or, unchanged and one head at a time, to shared memory.
+"""
 
 import importlib.util
 import itertools
@@ -14,11 +16,11 @@ from wyfold import serving
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 SMALL = 1024
-"""Bytes of shared memory in which the threads of a warp may hand each other a token's q, k, v and gate."""
+"""Most bytes of shared memory for the exchange of a token's q, k, v and gate between the threads of a warp."""
 
 
 def decoded(architecture: str, stored: torch.dtype, v_first: bool):
-    """The kernel that a KDA layer's decoding gets, as Triton compiled it."""
+    """The compiled kernel of a decode step of a KDA layer."""
     found = []
 
     def compiling(kernel, *arguments, **options):
@@ -29,13 +31,13 @@ def decoded(architecture: str, stored: torch.dtype, v_first: bool):
     pool, slots = torch.zeros(3, 2, 128, 128, dtype=stored), torch.zeros(2, dtype=torch.int32)
     inside = {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
     gate = {"A_log": torch.zeros(2), "dt_bias": torch.zeros(256)}
-    with aot.pretending(architecture, compiling), torch.no_grad():
+    with aot.pretend_gpu(architecture, compiling), torch.no_grad():
         serving.decode(q, q, v, g, beta, pool, slots, state_v_first=v_first, backend="triton", **inside, **gate)
     return found[0]
 
 
 HELD = ("sm_90", torch.bfloat16, False)
-"""Whose states are brought to shared memory, a head at a time."""
+"""The case whose states are copied to shared memory, one head at a time."""
 
 IN_REGISTERS = [
     case
@@ -45,7 +47,7 @@ IN_REGISTERS = [
 
 
 @pytest.mark.parametrize("architecture, stored, v_first", IN_REGISTERS)
-def test_a_decoded_state_travels_in_whole_vectors(architecture: str, stored: torch.dtype, v_first: bool):
+def test_a_state_is_loaded_and_stored_in_whole_vectors(architecture: str, stored: torch.dtype, v_first: bool):
     kernel = decoded(architecture, stored, v_first)
     code = kernel.asm["ptx"]
     rows = int(re.search(r"tensor<(\d+)x128x(?:f32|bf16)", kernel.asm["ttgir"])[1])
@@ -53,18 +55,18 @@ def test_a_decoded_state_travels_in_whole_vectors(architecture: str, stored: tor
     assert len(re.findall(r"ld\.global\S*\.v4\.b32", code)) >= vectors
     assert len(re.findall(r"st\.global\S*\.v4\.b32", code)) >= vectors
     assert kernel.metadata.shared <= SMALL
-    log = aot.assembled(kernel)
+    log = aot.assembler_log(kernel)
     assert re.findall(r"(\d+) bytes spill stores", log) == ["0"], log
 
 
-def test_a_state_in_shared_memory_leaves_room_for_others():
-    """It comes past the registers and leaves in whole vectors; five of them are under way on a multiprocessor."""
+def test_five_programs_with_states_in_shared_memory_fit():
+    """A state is copied asynchronously and stored in whole vectors; a multiprocessor holds five programs."""
     kernel = decoded(*HELD)
     code, threads = kernel.asm["ptx"], 32 * kernel.metadata.num_warps
     vectors = 128 * 128 * HELD[1].itemsize // (threads * 16)
     assert len(re.findall(r"cp\.async\.cg\.shared\.global.* 0x10, ", code)) == vectors
     assert len(re.findall(r"st\.global\S*\.v4\.b32", code)) >= vectors
-    log = aot.assembled(kernel)
+    log = aot.assembler_log(kernel)
     registers = 8 * -(-int(re.search(r"Used (\d+) registers", log)[1]) // 8)
     assert 5 * registers * threads <= 65536 and 5 * (kernel.metadata.shared + 1024) <= 228 * 1024
     assert re.findall(r"(\d+) bytes spill stores", log) == ["0"], log

@@ -28,7 +28,7 @@ def call(rule: str, T: int, packed: bool) -> dict:
     return a | ({"cu_seqlens": torch.tensor([0, 5, 5, T])} if packed else {})
 
 
-# Every rule, in both forms, dense and packed; no two cases differ in one of these alone.
+# Every rule, both forms, dense and packed: a fraction of all combinations, in which no two differ in one factor only.
 CASES = [
     ("delta_rule", "chunk", False),
     ("gated_delta_rule", "chunk", False),
@@ -67,7 +67,7 @@ def test_a_layout_goes_through_the_compiler(form: str, results):
 
 @pytest.mark.parametrize("name", ["prefill", "verify", "decode_packed"])
 def test_serving_takes_other_lengths_and_slots(name: str):
-    """`decode` has its test beside the others of its kind; a pool that is an argument is updated in place."""
+    """A pool that is an argument is updated in place. `decode` is tested elsewhere."""
     op, counter = getattr(serving, name), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(op, backend=counter, fullgraph=True)
     for T in (33, 40, 50):
@@ -116,8 +116,8 @@ def test_autocast_casts_q_k_and_v_and_nothing_else(rule: str, form: str, results
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_backward_is_blind_to_autocast(form: str, results):
-    """Arithmetic is float32 whatever the mode in which the forward or the backward happens to run."""
+def test_the_backward_ignores_autocast(form: str, results):
+    """Arithmetic is in float32, whether the forward or the backward runs under autocast."""
     op, a = getattr(wyfold, f"{form}_kda"), call("kda", 33, False)
     plain = results(op, a)
     leaves = {name: x.clone().requires_grad_() for name, x in a.items() if f"d{name}" in plain}

@@ -1,11 +1,11 @@
-"""`gradients` in Gluon: which calls it serves, that two programs fit, and that no left operand is written under way."""
+"""`gradients` in Gluon: the calls that use it, its occupancy, and no left operand overwritten in flight."""
 
 import importlib.util
 
 import pytest
 import torch
 from tests.compile import aot
-from tests.compile.machine_code import brought_back, instructions, overtaken, read
+from tests.compile.machine_code import count_instructions, disassemble, overwritten_operands, reloaded_addresses
 
 import wyfold
 
@@ -13,7 +13,8 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 CACHED = 128 * aot.KIB // 16
-"""Instructions: longer code is fetched again by every program, several times as slow (docs/facts/hopper.md, SASS-8)."""
+"""Most instructions that stay cached. Every program fetches longer code again and is several times slower (SASS-8 in
+docs/facts/hopper.md)."""
 
 GLUON = ("wyfold_gradients_gluon", "wyfold_gradients_channel_gluon")
 NAMES = ("wyfold_gradients_triton", *GLUON)
@@ -30,14 +31,14 @@ def taken(
     if "cu_seqlens" in options:
         q, k, v, beta, *g = (x[:1] for x in (q, k, v, beta, *g))
     options = {"chunk_size": 64, "backend": "triton", **options}
-    with aot.pretending("sm_90", lambda kernel, *_, **__: found.append(kernel.fn.__name__)):
+    with aot.pretend_gpu("sm_90", lambda kernel, *_, **__: found.append(kernel.fn.__name__)):
         o = op(q, k, v, *g, beta, **options)[0]
         torch.autograd.grad(o.sum(), [{"q": q, "k": k, "v": v}[name] for name in wrt])
     return [name for name in found if name in NAMES]
 
 
-def named(call: dict) -> str:
-    """The same in every process."""
+def title(call: dict) -> str:
+    """Test identifier of a call, equal in every process."""
     return ", ".join(f"{name}={getattr(x, '__name__', x)}" for name, x in call.items()) or "as it is"
 
 
@@ -53,7 +54,7 @@ def named(call: dict) -> str:
         {"stride": 2},
         {"wrt": "v"},
     ],
-    ids=named,
+    ids=title,
 )
 def test_served_in_gluon(call: dict):
     assert taken(**call) == ["wyfold_gradients_gluon"]
@@ -70,7 +71,7 @@ def test_served_in_gluon(call: dict):
         {"stride": 2},
         {"wrt": "v"},
     ],
-    ids=named,
+    ids=title,
 )
 def test_channel_gate_served_in_gluon(call: dict):
     assert taken(wyfold.chunk_kda, **call) == ["wyfold_gradients_channel_gluon"]
@@ -89,13 +90,13 @@ KDA = {"op": wyfold.chunk_kda}
         {**KDA, "HV": 4},
         {**KDA, "chunk_size": 32},
     ],
-    ids=named,
+    ids=title,
 )
 def test_left_to_triton(call: dict):
     assert taken(**call) == ["wyfold_gradients_triton"]
 
 
-def test_an_overtaken_operand_is_found():
+def test_an_overwritten_operand_is_found():
     lines = [
         "HGMMA.64x64x16.F32.BF16 R24, R72, gdesc[UR4], RZ, !UPT, gsb0",
         "IMAD.MOV.U32 R74, RZ, RZ, 0x3f803f80",
@@ -103,11 +104,11 @@ def test_an_overtaken_operand_is_found():
         "IMAD.MOV.U32 R75, RZ, RZ, RZ",
     ]
     sass = "\n".join(f"        /*{at:04x}*/    {line} ;" for at, line in enumerate(lines))
-    assert [line.split()[1] for line in overtaken(sass)] == ["R74,"]
+    assert [line.split()[1] for line in overwritten_operands(sass)] == ["R74,"]
 
 
 @pytest.mark.parametrize("kind, found", [("LDL.64", 2), ("LDS.64", 0)])
-def test_a_place_brought_back_is_found(kind: str, found: int):
+def test_a_reloaded_address_is_found(kind: str, found: int):
     lines = [
         f"{kind} R190, [R1]",
         "R2UR UR18, R190",
@@ -115,29 +116,29 @@ def test_a_place_brought_back_is_found(kind: str, found: int):
         "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR16], RZ, !UPT",
     ]
     sass = "\n".join([".L_x_1:", *(f"        /*{at:04x}*/    {line} ;" for at, line in enumerate(lines))])
-    assert len(brought_back(sass + "\n        /*0040*/    @P0 BRA `(.L_x_1) ;")) == found
+    assert len(reloaded_addresses(sass + "\n        /*0040*/    @P0 BRA `(.L_x_1) ;")) == found
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "call", [call for call in aot.OWN["sm_90"] if isinstance(call, aot.Call) and call.heads == 1], ids=str
+    "call", [call for call in aot.PER_ARCHITECTURE["sm_90"] if isinstance(call, aot.Call) and call.heads == 1], ids=str
 )
-def test_operands_are_not_overtaken_nor_their_places_brought_back(call: aot.Call):
-    """Constants are written late (PTXAS-2); loop invariants are hoisted and spilled (SASS-7)."""
+def test_operands_are_not_overwritten_nor_addresses_reloaded(call: aot.Call):
+    """The assembler may write constants late (PTXAS-2), and hoist and spill loop invariants (SASS-7)."""
     made = []
 
     def look(kernel, *arguments, **options) -> None:
         if kernel.fn.__name__ in GLUON:
             made.append(aot.code(kernel, *arguments, **options)[0])
 
-    with aot.pretending("sm_90", look):
+    with aot.pretend_gpu("sm_90", look):
         call.run()
     assert len(made) == 1
     assert 2 * (made[0].metadata.shared + aot.KIB) <= 228 * aot.KIB, "two programs fill a multiprocessor"
-    code = read(made[0])
+    code = disassemble(made[0])
     assert code.count("HGMMA") > 50
-    assert not overtaken(code)
-    if "kda" not in call.subject:  # whose turns are written out
-        assert not brought_back(code)
+    assert not overwritten_operands(code)
+    if "kda" not in call.subject:  # the loops of KDA are unrolled
+        assert not reloaded_addresses(code)
     if call.projected or "inside" not in call.subject:
-        assert instructions(code) <= CACHED
+        assert count_instructions(code) <= CACHED

@@ -1,4 +1,4 @@
-"""Every shipped launch configuration, compiled for its architecture without a GPU: it fits; known spills alone."""
+"""Every shipped launch configuration compiles for its architecture, fits, and spills no more than is recorded."""
 
 import importlib.util
 from pathlib import Path
@@ -13,9 +13,10 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 ARCHITECTURES = tuple(aot.SHARED)
 COMPILED_HERE = ("sm_90", "sm_80")
-"""With descriptors of the copy engine and Gluon kernels, and without. `make compile` compiles for all architectures."""
+"""One architecture with TMA descriptors and Gluon kernels, and one without. `make compile` compiles for all."""
 
-TWINS = {"sm_86": "sm_89"}  # the same shared memory, the same instructions for matrix products
+TWINS = {"sm_86": "sm_89"}
+"""Architectures with equal shared memory and equal instructions for matrix products."""
 
 ONE_CODE = (
     aot.Call("chunk_gated_delta_rule", "float16", 64, 64),
@@ -23,12 +24,12 @@ ONE_CODE = (
     *(aot.Call("chunk_scaled_dot_kkt", dtype) for dtype in ("bfloat16", "float32")),
     *(aot.Call(name) for name in ("solve_tril", "rms_norm_gated", "fused_kda_gate")),
 )
-"""Products of every dtype, the recurrence, substitution, reductions by row, elementwise work."""
+"""Calls that cover products of every dtype, the recurrence, substitution, reductions by row and elementwise work."""
 
 
 @pytest.mark.parametrize("one, other", TWINS.items())
 def test_twins_have_one_table(one: str, other: str):
-    """What is compiled for one is compiled for both; `make compile` does it twice."""
+    """Compiling for one of them checks both. `make compile` compiles for each."""
     assert kernel_configs.shipped(one) == kernel_configs.shipped(other)
 
 
@@ -38,59 +39,59 @@ def test_twins_have_one_table(one: str, other: str):
     [(name, call) for name in COMPILED_HERE for call in aot.calls(name)],
     ids=str,
 )
-def test_a_call_compiles_and_fits(code_of: str, call: aot.Call | aot.Served | aot.Share):
-    """Where two architectures get one code, each with its own configurations, Triton makes it once."""
+def test_a_call_compiles_and_fits(code_of: str, call: aot.Call | aot.ServingCall | aot.RankCall):
+    """Architectures with equal code are compiled once, and assembled with the configurations of each."""
     for architecture in (code_of, *(name for name, other in aot.SAME_CODE.items() if other == code_of)):
         found = aot.compiled(call, architecture, code_of)
         assert found
-        assert not aot.complaints(call, architecture, found)
+        assert not aot.violations(call, architecture, found)
 
 
 @pytest.mark.parametrize("call", ONE_CODE, ids=str)
 @pytest.mark.parametrize("one, other", aot.SAME_CODE.items())
-def test_one_code_but_for_the_name_of_the_target(one: str, other: str, call: aot.Call):
-    """`make compile` makes it of every call for both."""
+def test_equal_code_except_the_name_of_the_target(one: str, other: str, call: aot.Call):
+    """For some calls; `make compile` compiles every call for both."""
     made = []
     for code_of in (one, other):
-        with aot.pretending(one, lambda *given, **options: made.append(aot.code(*given, **options)[0]), code_of):
+        with aot.pretend_gpu(one, lambda *given, **options: made.append(aot.code(*given, **options)[0]), code_of):
             call.run()
     mine, theirs = made[: len(made) // 2], made[len(made) // 2 :]
     for kernel, as_other in zip(mine, theirs, strict=True):
-        assert aot.TARGET.search(kernel.asm["ptx"])[1] == one
-        assert aot.TARGET.sub("", kernel.asm["ptx"]) == aot.TARGET.sub("", as_other.asm["ptx"])
+        assert aot.PTX_TARGET.search(kernel.asm["ptx"])[1] == one
+        assert aot.PTX_TARGET.sub("", kernel.asm["ptx"]) == aot.PTX_TARGET.sub("", as_other.asm["ptx"])
         assert kernel.metadata.shared == as_other.metadata.shared
 
 
-@pytest.mark.skipif(not aot.keeps_modules(), reason="this Triton does everything for each architecture anew")
-def test_what_was_made_for_another_architecture(tmp_path: Path, monkeypatch):
-    """A kernel that begins with what was kept of another architecture's is the one that Triton makes."""
+@pytest.mark.skipif(not aot.passes_are_known(), reason="nothing is cached across architectures under this Triton")
+def test_modules_cached_from_another_architecture(tmp_path: Path, monkeypatch):
+    """A kernel compiled from a cached module of another architecture equals one compiled from the source."""
     made = {}
 
     def launched(kernel, *given, **options) -> None:
         kernel.device_caches.clear()
         made.setdefault((aot.CACHE.name, kernel.fn.__name__), []).append(aot.code(kernel, *given, **options)[0])
 
-    for folder, architectures in (("kept", ("sm_90", "sm_100", "sm_120")), ("anew", ("sm_100", "sm_120"))):
+    for folder, architectures in (("kept", ("sm_90", "sm_100", "sm_120")), ("fresh", ("sm_100", "sm_120"))):
         monkeypatch.setattr(aot, "CACHE", tmp_path / folder)
-        monkeypatch.setattr(aot, "keeps_modules", lambda keeps=folder == "kept": keeps)
+        monkeypatch.setattr(aot, "passes_are_known", lambda keeps=folder == "kept": keeps)
         for name in architectures:
-            with aot.pretending(name, launched):
+            with aot.pretend_gpu(name, launched):
                 aot.Call("chunk_scaled_dot_kkt", options=(("g", None),)).run()
     kernels = {name for _, name in made}
     assert kernels
     for kind in ("read", "laid_out"):
         assert len(list((tmp_path / "kept").glob(f"*.{kind}"))) == len(kernels)
-        assert not list((tmp_path / "anew").glob(f"*.{kind}"))
+        assert not list((tmp_path / "fresh").glob(f"*.{kind}"))
     for name in kernels:
         assert len({kernel.hash for kernel in made["kept", name]}) == 3
-        for kept, anew in zip(made["kept", name][1:], made["anew", name], strict=True):
-            assert kept.asm["ptx"] == anew.asm["ptx"] and kept.metadata.shared == anew.metadata.shared
+        for kept, fresh in zip(made["kept", name][1:], made["fresh", name], strict=True):
+            assert kept.asm["ptx"] == fresh.asm["ptx"] and kept.metadata.shared == fresh.metadata.shared
 
 
-@pytest.mark.skipif(not aot.keeps_modules(), reason="this Triton does everything for each architecture anew")
+@pytest.mark.skipif(not aot.passes_are_known(), reason="nothing is cached across architectures under this Triton")
 @pytest.mark.parametrize("asked", ["driver", "option"])
-def test_a_kernel_that_asks_for_its_architecture_is_not_kept(asked: str, tmp_path: Path, monkeypatch):
-    """Nor compiled: it would get another one's."""
+def test_a_kernel_that_queries_its_architecture_is_not_cached(asked: str, tmp_path: Path, monkeypatch):
+    """It is not compiled either: its module would be reused for another architecture."""
     from triton.compiler import compiler
     from triton.runtime import driver
 
@@ -106,17 +107,20 @@ def test_a_kernel_that_asks_for_its_architecture_is_not_kept(asked: str, tmp_pat
 
     monkeypatch.setattr(aot, "CACHE", tmp_path)
     monkeypatch.setattr(compiler.ASTSource, "make_ir", asking)
-    with pytest.raises(AttributeError), aot.pretending("sm_90", launched):
+    with pytest.raises(AttributeError), aot.pretend_gpu("sm_90", launched):
         aot.Call("l2norm").run()
     assert not list(tmp_path.glob("*.read"))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_configuration_is_left_out(architecture: str):
-    """A row that no call here takes was never compiled; nor was it if what takes it is left to `make compile`."""
+    """Some call in `make test` compiles every row. Rows that only `make compile` compiles do not count."""
     calls = aot.calls(architecture)
     taken = {
-        (kernel, row) for call in calls for kernel, row in aot.rows_of(call, architecture) if aot.wanted(call, kernel)
+        (kernel, row)
+        for call in calls
+        for kernel, row in aot.rows_of(call, architecture)
+        if aot.in_make_test(call, kernel)
     }
     shipped = {(kernel, row) for kernel, rows in kernel_configs._table(architecture).items() for row in rows}
     assert not shipped - taken
@@ -124,33 +128,33 @@ def test_no_configuration_is_left_out(architecture: str):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_kernel_is_left_out(architecture: str):
-    """Some have no configuration: what a call is `only` compiled for, another one is not."""
+    """Kernels that `only` excludes from a call are compiled in another one, also those without a configuration."""
     found = {True: set(), False: set()}
     for call in aot.calls(architecture):
 
         def launched(kernel, *_, call=call, **__) -> None:
-            found[aot.wanted(call, aot.named(kernel))].add(kernel.fn.__name__)
+            found[aot.in_make_test(call, aot.kernel_name(kernel))].add(kernel.fn.__name__)
 
-        with aot.pretending(architecture, launched):
+        with aot.pretend_gpu(architecture, launched):
             call.run()
     assert not found[False] - found[True]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_what_a_call_is_compiled_for_is_there(architecture: str):
+def test_only_names_kernels_of_the_call(architecture: str):
     for call in aot.calls(architecture):
         assert set(call.only) <= {kernel for kernel, _ in aot.rows_of(call, architecture)}
 
 
-@pytest.mark.parametrize("call", [call for call in (*aot.CALLS, *aot.WIDE) if not call.wrt], ids=str)
-def test_explain_names_the_rows_that_the_call_takes(call: aot.Call):
-    assert aot.rows_explained(call, "sm_90") == aot.rows_of(call, "sm_90")
+@pytest.mark.parametrize("call", [call for call in (*aot.CALLS, *aot.EXTENDED) if not call.wrt], ids=str)
+def test_explain_names_the_rows_that_the_call_uses(call: aot.Call):
+    assert aot.explained_rows(call, "sm_90") == aot.rows_of(call, "sm_90")
 
 
-def test_explain_names_whose_kernels_are_launched():
-    """Of `summary`, Gluon's in both directions."""
-    call = next(call for call in aot.OWN["sm_90"] if getattr(call, "segments", 0) == 4)
-    with aot.pretending("sm_90", lambda *_, **__: None), call.cut():
+def test_explain_names_the_language_of_each_launch():
+    """`segment_summary` is launched in Gluon in both directions."""
+    call = next(call for call in aot.PER_ARCHITECTURE["sm_90"] if getattr(call, "segments", 0) == 4)
+    with aot.pretend_gpu("sm_90", lambda *_, **__: None), call.segmented():
         plan = wyfold.explain(wyfold.chunk_gated_delta_rule, **call.arguments())
     there = {"prepare": "gluon", "segment_summary": "gluon", "segment_fold": "triton", "scan": "gluon"}
     back = {"prepare": "gluon", "segment_summary": "gluon", "segment_fold": "triton", "scan_bwd": "gluon"}
@@ -158,11 +162,11 @@ def test_explain_names_whose_kernels_are_launched():
         assert {f"{stage} (wyfold.kernels.{stage}.{language})" for stage, language in wanted.items()} <= set(launches)
 
 
-def test_what_is_over_is_told(monkeypatch):
+def test_violations_are_listed(monkeypatch):
     call, usage = aot.CALLS[0], aot.Usage("wyfold_scan_triton", 100 * aot.KIB, 255, 8, 600, True, ["%barrier: a tile"])
     monkeypatch.setattr(aot, "allowances", dict)
-    assert len(aot.complaints(call, "sm_89", [usage])) == 5
-    assert len(aot.complaints(call, "sm_90", [usage])) == 4
+    assert len(aot.violations(call, "sm_89", [usage])) == 5
+    assert len(aot.violations(call, "sm_90", [usage])) == 4
     minor = ".".join(triton_support.triton_version().split(".")[:2])
     monkeypatch.setattr(aot, "allowances", lambda: {minor: {"sm_90": {f"{call}: wyfold_scan_triton": 8}}})
-    assert len(aot.complaints(call, "sm_90", [usage])) == 3
+    assert len(aot.violations(call, "sm_90", [usage])) == 3

@@ -1,9 +1,10 @@
-"""However the same rows reach a kernel, it rounds in the same places and adds in the same order.
+"""All variants of a kernel round in the same places and add in the same order.
 
-Rows come by address or as boxes, aligned or not, packed or not, in chunks that are full or not, and each way is
-compiled by itself. A compiler may contract either product of a sum of two into the addition, and may leave a reduction
-to other lanes; then packed would not be separate, nor strided contiguous, bit for bit. On a card that is tested bit by
-bit; here, in what is compiled for it: the trees of float operations, and where the operands of reductions lie.
+A kernel loads rows by pointers or by TMA descriptors, aligned or not, packed or not, in full chunks or not. Each
+variant is compiled separately. For a sum of two products a compiler may contract either one into a fused multiply-add,
+and it may spread a reduction over other lanes. Packed and separate, or strided and contiguous calls would then differ.
+Tests on a GPU compare the bits. These tests compare the compiled code: trees of float operations, and layouts of the
+operands of reductions.
 """
 
 import collections
@@ -28,11 +29,11 @@ KERNELS = {
 }
 
 COMMUTE = ("add", "mul")
-IGNORED = ("ld", "st", "mov", "selp", "setp", "cvt.f32.bf16")  # what moves, chooses or widens does not round
+IGNORED = ("ld", "st", "mov", "selp", "setp", "cvt.f32.bf16")  # moves, selections and widening do not round
 
 
 def trees(ptx: str) -> collections.Counter[str]:
-    """Every float operation by the tree of operations that its operands come from; what is loaded is a leaf."""
+    """Count of float operations by the tree of operations that computes their operands. Loaded values are leaves."""
     known: dict[str, str] = {}
     found: collections.Counter[str] = collections.Counter()
     for line in ptx.splitlines():
@@ -51,7 +52,7 @@ def trees(ptx: str) -> collections.Counter[str]:
 
 
 def reductions(ttgir: str) -> collections.Counter[str]:
-    """Operands of reductions, each with its layout spelt out."""
+    """Count of the operands of reductions, by shape and layout."""
     layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ttgir, re.MULTILINE))
     operands = re.findall(r'"tt\.reduce".*?\}\) : \(tensor<(\w+), (#\w+)>\)', ttgir, re.DOTALL)
     return collections.Counter(f"{shape} {layouts.get(layout, layout)}" for shape, layout in operands)
@@ -60,7 +61,10 @@ def reductions(ttgir: str) -> collections.Counter[str]:
 def kernels(
     op: str, T: int, names: tuple[str, ...], *, strided: bool = False, cu: tuple[int, ...] | None = None
 ) -> dict[str, tuple[collections.Counter[str], ...]]:
-    """Of forward and backward in chunks of 64, for sm_90; `gradients` is Triton's where that is named."""
+    """Kernels of forward and backward on sm_90, in chunks of 64: name -> trees and reductions.
+
+    If `names` include the Triton kernel of `gradients`, the Gluon one is disabled.
+    """
     found: dict[str, tuple[collections.Counter[str], ...]] = {}
     has_row = kernel_configs.has_row
     left_out = "gradients.gluon" if "wyfold_gradients_triton" in names else ""
@@ -71,16 +75,16 @@ def kernels(
             found[kernel.fn.__name__] = trees(asm["ptx"]), reductions(asm["ttgir"])
 
     with (
-        aot.pretending("sm_90", look),
+        aot.pretend_gpu("sm_90", look),
         mock.patch.object(
             kernel_configs,
             "has_row",
             lambda where, kernel, key: kernel != left_out and has_row(where, kernel, key),
         ),
     ):
-        room = torch.zeros(1, T, 4, 3 * 128 + 8, dtype=torch.bfloat16)
+        buffer = torch.zeros(1, T, 4, 3 * 128 + 8, dtype=torch.bfloat16)
         first = 1 if strided else 0  # not aligned to 16 bytes
-        rows = [room[..., first + 128 * i : first + 128 * (i + 1)] for i in range(3)]
+        rows = [buffer[..., first + 128 * i : first + 128 * (i + 1)] for i in range(3)]
         q, k, v = ((x if strided else x.contiguous()).requires_grad_() for x in rows)
         g = torch.zeros((1, T, 4, 128) if op == "chunk_kda" else (1, T, 4)).requires_grad_()
         beta = torch.ones(1, T, 4).requires_grad_()
@@ -104,7 +108,7 @@ def test_descriptors_pointers_strides_and_packed(op: str, names: tuple[str, ...]
 
 
 def factors(op: str, given: dict[str, torch.Tensor], **options: object) -> tuple[collections.Counter[str], ...]:
-    """Of `prepare`, norm inside, in chunks of 16."""
+    """Trees and reductions of `prepare` with the norm inside, in chunks of 16."""
     found = []
 
     def look(kernel, *arguments, **fixed) -> None:
@@ -113,14 +117,14 @@ def factors(op: str, given: dict[str, torch.Tensor], **options: object) -> tuple
             found.append((trees(asm["ptx"]), reductions(asm["ttgir"])))
 
     inside = {"use_qk_l2norm_in_kernel": True, "chunk_size": 16, "backend": "triton"}
-    with aot.pretending("sm_90", look), torch.no_grad():
+    with aot.pretend_gpu("sm_90", look), torch.no_grad():
         getattr(wyfold, op)(**given, **inside, **options)
     (one,) = found
     return one
 
 
 def test_rows_of_eight_numbers_packed():
-    """A token's row begins at a multiple of eight numbers, a sequence's at one of sixteen."""
+    """Rows of tokens begin at multiples of 8 elements, and those of sequences at multiples of 16."""
     rows = {name: torch.zeros(2, 18, heads, n) for name, heads, n in (("q", 1, 8), ("k", 1, 8), ("v", 2, 16))}
     rows["beta"] = torch.ones(2, 18, 2)
     flat = {name: x.flatten(0, 1)[None] for name, x in rows.items()}
@@ -128,14 +132,14 @@ def test_rows_of_eight_numbers_packed():
     assert packed == factors("chunk_delta_rule", rows)
 
 
-def test_gates_of_channels_that_lie_apart():
+def test_strided_channel_gates():
     rows = {name: torch.zeros(2, 17, 2, 24) for name in ("q", "k", "v", "g")} | {"beta": torch.ones(2, 17, 2)}
     apart = {name: x.transpose(0, -1).contiguous().transpose(0, -1) for name, x in rows.items()}
     assert factors("chunk_kda", apart) == factors("chunk_kda", rows)
 
 
 @pytest.mark.parametrize("C, K", [(16, 24), (32, 128), (64, 128)])
-def test_key_grams_under_a_gate_of_channels(C: int, K: int):
+def test_key_grams_with_a_channel_gate(C: int, K: int):
     def gram(k: torch.Tensor, g: torch.Tensor, **options: object) -> tuple[collections.Counter[str], ...]:
         found = []
 
@@ -144,13 +148,13 @@ def test_key_grams_under_a_gate_of_channels(C: int, K: int):
                 asm = aot.code(kernel, *arguments, **fixed)[0].asm
                 found.append((trees(asm["ptx"]), reductions(asm["ttgir"])))
 
-        with aot.pretending("sm_90", look):
+        with aot.pretend_gpu("sm_90", look):
             wyfold.chunk_scaled_dot_kkt(k, torch.ones(g.shape[:3]), g, chunk_size=C, backend="triton", **options)
         (one,) = found
         return one
 
     k, g = torch.zeros(1, 64, 2, K, dtype=torch.bfloat16), torch.zeros(1, 64, 4, K)
-    with aot.pretending("sm_90", lambda *_, **__: None):
+    with aot.pretend_gpu("sm_90", lambda *_, **__: None):
         plan = wyfold.explain(wyfold.chunk_scaled_dot_kkt, k, torch.ones(g.shape[:3]), g, backend="triton")
         assert plan.copies == (("k", "g") if K % 16 else ())
     dense = gram(k, g)
@@ -160,22 +164,22 @@ def test_key_grams_under_a_gate_of_channels(C: int, K: int):
 
 
 @pytest.mark.parametrize("step, copied", [(1, ("k",)), (8, ("k",)), (16, ())])
-def test_rows_that_lie_unaligned_are_copied_first(step: int, copied: tuple[str, ...]):
+def test_unaligned_rows_are_copied_first(step: int, copied: tuple[str, ...]):
     q = torch.randn(1, 40, 2, 128)
-    room = torch.randn(1, 40, 2, 128 + step)
-    with aot.pretending("sm_90", lambda *_, **__: None):
-        assert wyfold.explain(wyfold.chunk_kda, q, room[..., :128], q, backend="triton").copies == copied
+    buffer = torch.randn(1, 40, 2, 128 + step)
+    with aot.pretend_gpu("sm_90", lambda *_, **__: None):
+        assert wyfold.explain(wyfold.chunk_kda, q, buffer[..., :128], q, backend="triton").copies == copied
 
 
-def test_contiguous_rows_may_lie_unaligned_too():
+def test_unaligned_contiguous_rows_are_copied_too():
     q = torch.randn(1, 40, 2, 128)
     k = torch.randn(q.numel() + 1)[1:].view(q.shape)
     assert k.is_contiguous()
-    with aot.pretending("sm_90", lambda *_, **__: None):
+    with aot.pretend_gpu("sm_90", lambda *_, **__: None):
         assert wyfold.explain(wyfold.chunk_kda, q, k, q, backend="triton").copies == ("k",)
 
 
-def test_a_tree_knows_which_product_was_contracted():
+def test_trees_distinguish_contracted_products():
     one = "fma.rn.f32 %f3, %f1, %f2, %f0;"
     other = "mul.f32 %f4, %f1, %f2;\nadd.f32 %f3, %f4, %f0;"
     assert trees(one) != trees(other)
@@ -183,8 +187,8 @@ def test_a_tree_knows_which_product_was_contracted():
     assert trees(swapped) != trees(swapped.replace("%f5, %f4, %f1, %f0", "%f5, %f0, %f1, %f4"))
 
 
-def test_what_is_fed_back_to_ttt_in_columns():
-    """In rows of 24 numbers, of which none but every second begins at a multiple of 16."""
+def test_strided_output_gradients_of_ttt():
+    """With rows of 24 elements, of which only every second begins at a multiple of 16 elements."""
 
     def replayed(apart: bool) -> tuple[collections.Counter[str], ...]:
         found = []
@@ -194,7 +198,7 @@ def test_what_is_fed_back_to_ttt_in_columns():
                 asm = aot.code(kernel, *arguments, **fixed)[0].asm
                 found.append((trees(asm["ptx"]), reductions(asm["ttgir"])))
 
-        with aot.pretending("sm_90", look):
+        with aot.pretend_gpu("sm_90", look):
             q, k, v = (torch.zeros(1, 17, 2, 24).requires_grad_() for _ in range(3))
             w, b = torch.zeros(2, 2, 24).unbind()
             o = wyfold.chunk_ttt_linear(q, k, v, w, b, 0.1, chunk_size=16, backend="triton")[0]

@@ -1,4 +1,4 @@
-"""The registered operators by PyTorch's own checks: schema, fakes and tracing agree with what runs."""
+"""PyTorch's checks of the registered operators: schema, fake implementations and tracing agree with execution."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ CALLS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.fixture
 def recorded(monkeypatch) -> dict[str, tuple]:
-    """Arguments with which each direction's operator was called last."""
+    """The last call of each direction's operator: operator and arguments."""
     seen = {}
     for name in ("_forward_op", "_backward_op"):
         op = getattr(pipeline, name)
@@ -56,7 +56,7 @@ def test_both_directions(name: str, final: bool, recorded, results):
     results(getattr(wyfold, op), a, wrt, output_final_state=final, **options)
     assert set(recorded) == {"_forward_op", "_backward_op"}
     for operator, arguments in recorded.values():
-        # Without requires_grad: the gradient belongs to the autograd function, not to the operators.
+        # Without requires_grad, because the operators have no gradient. The autograd function has it.
         plain = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in arguments)
         torch.library.opcheck(operator, plain)
 

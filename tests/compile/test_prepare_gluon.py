@@ -1,4 +1,4 @@
-"""`prepare` in Gluon: which calls with a gate over channels it serves, and what the assembler made of it."""
+"""`prepare` in Gluon: the calls with a channel gate that use it, and its machine code."""
 
 import importlib.util
 import re
@@ -12,7 +12,7 @@ import wyfold
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from tests.compile.machine_code import overtaken, read
+from tests.compile.machine_code import disassemble, overwritten_operands
 
 from wyfold.kernels.prepare.gluon import wyfold_prepare_channel_gluon, wyfold_prepare_gluon
 
@@ -41,7 +41,7 @@ def call(
 def taken(**given) -> list[str]:
     """Kernels of `prepare` that a call would launch on sm_90."""
     found = []
-    with aot.pretending("sm_90", lambda kernel, *_, **__: found.append(kernel.fn.__name__)):
+    with aot.pretend_gpu("sm_90", lambda kernel, *_, **__: found.append(kernel.fn.__name__)):
         call(**given)
     return [name for name in found if name in NAMES]
 
@@ -76,38 +76,38 @@ def test_left_to_triton(given: dict):
 
 
 @pytest.mark.long
-def test_two_programs_share_a_multiprocessor_and_no_left_operand_is_overtaken():
-    """Of 228 KiB of shared memory each block is charged 1 more than it asks for; for left operands, see PTXAS-2."""
+def test_two_programs_fit_and_no_left_operand_is_overwritten():
+    """A block takes 1 KiB more than it allocates, of 228 KiB of shared memory. For left operands see PTXAS-2."""
     made = []
 
     def look(kernel, *arguments, **options) -> None:
         if kernel is wyfold_prepare_channel_gluon:
             made.append(aot.code(kernel, *arguments, **options))
 
-    with aot.pretending("sm_90", look):
+    with aot.pretend_gpu("sm_90", look):
         call(T=128)
-    (kernel, log), code = made[0], read(made[0][0])
+    (kernel, log), code = made[0], disassemble(made[0][0])
     found = aot.usage(kernel, log)
     assert len(made) == 1
     assert 2 * (found.shared + aot.KIB) <= 228 * aot.KIB
     assert 2 * 128 * found.registers <= 65536
     assert found.spilled == 0
     assert code.count("HGMMA") == 36  # 12 between sub-chunks for each slice, 12 for F, 12 for E
-    assert not asked_too_late(code)
-    assert not overtaken(code)
+    assert not copy_issued_late(code)
+    assert not overwritten_operands(code)
 
 
-def asked_too_late(sass: str) -> bool:
-    """Whether a copy that is waited for first is asked for behind a load by address, and so may wait for that."""
+def copy_issued_late(sass: str) -> bool:
+    """Whether a load through a pointer precedes a TMA copy that the first wait is for, and may delay it."""
     sass = sass[: sass.index("SYNCS.PHASECHK")]
-    asked, loaded = (sass.rfind("UTMALDG"), re.search(r"\bLDG\b", sass))
-    return asked < 0 or loaded is None or loaded.start() < asked
+    issued, loaded = (sass.rfind("UTMALDG"), re.search(r"\bLDG\b", sass))
+    return issued < 0 or loaded is None or loaded.start() < issued
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("gate", [False, True], ids=["no gate", "scalar gate"])
-def test_five_programs_share_a_multiprocessor_under_a_scalar_gate(gate: bool):
-    """And every copy is asked for before anything is loaded by address: docs/facts/hopper.md, SASS-6."""
+def test_five_programs_fit_with_a_scalar_gate(gate: bool):
+    """Every copy is issued before any load through a pointer (docs/facts/hopper.md, SASS-6)."""
     made = []
 
     def look(kernel, *arguments, **options) -> None:
@@ -116,16 +116,16 @@ def test_five_programs_share_a_multiprocessor_under_a_scalar_gate(gate: bool):
 
     q, k, v = (torch.zeros(1, 128, 2, 128, dtype=torch.bfloat16) for _ in range(3))
     beta, options = torch.ones(1, 128, 2), {"chunk_size": 64, "backend": "triton"}
-    with aot.pretending("sm_90", look):
+    with aot.pretend_gpu("sm_90", look):
         if gate:
             wyfold.chunk_gated_delta_rule(q, k, v, torch.zeros(1, 128, 2), beta, **options)
         else:
             wyfold.chunk_delta_rule(q, k, v, beta, **options)
-    (kernel, log), code = made[0], read(made[0][0])
+    (kernel, log), code = made[0], disassemble(made[0][0])
     found = aot.usage(kernel, log)
     assert len(made) == 1
     assert 5 * (found.shared + aot.KIB) <= 228 * aot.KIB
     assert 5 * 128 * found.registers <= 65536
     assert found.spilled == 0
-    assert not overtaken(code)
-    assert not asked_too_late(code)
+    assert not overwritten_operands(code)
+    assert not copy_issued_late(code)

@@ -1,10 +1,10 @@
-"""Scans in Gluon: in a loop over chunks no warp waits for a number from memory that it wants a chunk later."""
+"""Scans in Gluon: in the loop over chunks, no warp waits for a value that it needs one chunk later."""
 
 import importlib.util
 
 import pytest
 from tests.compile import aot
-from tests.compile.machine_code import read, waited_for
+from tests.compile.machine_code import blocking_loads, disassemble
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -19,8 +19,8 @@ UNIFORM = """
 
 
 @pytest.mark.parametrize("register, waits", [("R6", True), ("R4", False)])
-def test_such_a_number_is_found(register: str, waits: bool):
-    assert bool(waited_for(UNIFORM.format(register))) is waits
+def test_a_blocking_load_is_found(register: str, waits: bool):
+    assert bool(blocking_loads(UNIFORM.format(register))) is waits
 
 
 @pytest.mark.parametrize("heads, segments", [(2, 1), (96, 1), (2, 4)])
@@ -30,9 +30,9 @@ def test_no_warp_waits_for_a_decay(heads: int, segments: int):
     found = {}
 
     def compiling(kernel, *arguments, **options):
-        if aot.named(kernel) in ("scan.gluon", "segment_summary.gluon"):
-            found[kernel.fn.__name__] = waited_for(read(aot.code(kernel, *arguments, **options)[0]))
+        if aot.kernel_name(kernel) in ("scan.gluon", "segment_summary.gluon"):
+            found[kernel.fn.__name__] = blocking_loads(disassemble(aot.code(kernel, *arguments, **options)[0]))
 
-    with aot.pretending("sm_90", compiling):
+    with aot.pretend_gpu("sm_90", compiling):
         call.run()
     assert found == {f"wyfold_{name}_gluon": [] for name in names}

@@ -1,4 +1,4 @@
-"""TTT-Linear's forward in Gluon: which calls it serves, two barriers a mini-batch in its chain, and how it stores."""
+"""Forward of TTT-Linear in Gluon: the calls that use it, its barriers, and the width of its stores."""
 
 import functools
 import importlib.util
@@ -23,7 +23,7 @@ def taken(T=70, D=64, dtype=torch.bfloat16, stride=1, B=2, grad=True, **options)
     found = []
     q, k, v = (torch.zeros(B, T * stride, 2, D, dtype=dtype)[:, ::stride].requires_grad_(grad) for _ in range(3))
     w, options = torch.ones(2, D), {"chunk_size": 16, "backend": "triton", **options}
-    with aot.pretending("sm_90", lambda kernel, *_, **__: found.append(kernel.fn.__name__)):
+    with aot.pretend_gpu("sm_90", lambda kernel, *_, **__: found.append(kernel.fn.__name__)):
         o = wyfold.chunk_ttt_linear(q, k, v, w, w, 0.1, **options)[0]
         if grad:
             torch.autograd.grad(o.sum(), q)
@@ -57,13 +57,13 @@ def test_left_to_triton(call: dict):
 
 def test_explained_as_it_is_launched():
     call = aot.Call("chunk_ttt_linear", K=64, V=64, options=(("chunk_size", 16),))
-    rows = aot.rows_explained(call, "sm_90")
+    rows = aot.explained_rows(call, "sm_90")
     assert ("ttt.gluon", "bf16 K64 V64 C16 walk") in rows and rows == aot.rows_of(call, "sm_90")
 
 
 @functools.cache
 def ptx_of(grad: bool) -> str:
-    """The launch's assembly, with what a backward reads or without, and without states."""
+    """PTX of a launch without states, which stores the inputs of a backward or not."""
     code = []
 
     def compile_it(kernel, *arguments, **options):
@@ -72,14 +72,14 @@ def ptx_of(grad: bool) -> str:
 
     x = [torch.zeros(1, 64, 2, 64, dtype=torch.bfloat16, requires_grad=grad) for _ in range(3)]
     w = torch.ones(2, 64)
-    with aot.pretending("sm_90", compile_it):
+    with aot.pretend_gpu("sm_90", compile_it):
         wyfold.chunk_ttt_linear(*x, w, w, 0.1, chunk_size=16, backend="triton")
     (ptx,) = code
     return ptx
 
 
 def test_two_barriers_a_mini_batch():
-    """Between the reciprocal roots of two mini-batches of the unrolled chain."""
+    """The chain of mini-batches is unrolled. Two barriers are between the reciprocal roots of consecutive ones."""
     ptx = ptx_of(True)
     words = [line.split()[0] for line in ptx.splitlines() if line.strip().startswith(("bar.sync", "rsqrt"))]
     chain = [i for i, word in enumerate(words) if word.startswith("rsqrt")]
@@ -89,7 +89,7 @@ def test_two_barriers_a_mini_batch():
 
 @pytest.mark.parametrize("grad", [True, False], ids=["kept", "not kept"])
 def test_tiles_are_stored_16_bytes_at_a_time(grad: bool):
-    """A stride that is 1 is not known to be inside a group of warps: each number was stored by itself."""
+    """Inside a warp group the compiler does not know that a stride is 1; it once stored each element separately."""
     stored = re.findall(r"st\.global\S*", ptx_of(grad))
     assert not [word for word in stored if word.endswith(("b8", "b16"))]
     assert len([word for word in stored if ".v4." in word]) == (17 if grad else 4)
@@ -97,8 +97,11 @@ def test_tiles_are_stored_16_bytes_at_a_time(grad: bool):
 
 @pytest.mark.parametrize("grad", [True, False], ids=["kept", "not kept"])
 def test_one_thread_arrives_for_all(grad: bool):
-    """Groups hand each other tiles through shared memory. One thread of a group says that its part is done, and what
-    the others read and wrote comes before that only if all have met since."""
+    """A barrier of the warp group precedes every arrival.
+
+    Groups pass tiles to each other through shared memory. One thread arrives for its group, and only a barrier orders
+    the accesses of the other threads before the arrival.
+    """
     order = r"(?P<meet>bar\.sync)|(?P<arrive>mbarrier\.arrive\.shared)|(?P<touch>(?:ld|st)\.shared|ldmatrix|stmatrix)"
     words = [match.lastgroup for match in re.finditer(order, ptx_of(grad))]
     arrivals = [n for n, word in enumerate(words) if word == "arrive"]

@@ -79,7 +79,7 @@ GRADIENTS = {
 def launches(run: Callable[[], object]) -> list[tuple[str, str]]:
     """(kernel folder and language, kernel) of every launch of `run`, in order."""
     seen: list[tuple[str, str]] = []
-    with aot.pretending("sm_90", lambda kernel, *_, **__: seen.append((aot.named(kernel), kernel.fn.__name__))):
+    with aot.pretend_gpu("sm_90", lambda kernel, *_, **__: seen.append((aot.kernel_name(kernel), kernel.fn.__name__))):
         run()
     return seen
 
@@ -100,7 +100,7 @@ def compare(rule: str, a: Call, gradient: Callable[[Tensor], Tensor]) -> None:
         patch.setattr(kernel_configs, "row", row)
         forward = launches(lambda: outputs.append(op(**a)[0]))
         back = launches(lambda: torch.autograd.backward(outputs[0], gradient(outputs[0])))
-    with aot.pretending("sm_90", lambda *_, **__: None), pytest.MonkeyPatch.context() as patch:
+    with aot.pretend_gpu("sm_90", lambda *_, **__: None), pytest.MonkeyPatch.context() as patch:
         names = kernel_configs.compiled
         patch.setattr(kernel_configs, "compiled", lambda *given: {name: {} for name in names(*given)})
         plan = wyfold.explain(op, **a)
@@ -137,7 +137,7 @@ def test_in_segments(rule: str, gradient: str):
 
 
 def test_explain_names_what_is_copied_first():
-    with aot.pretending("sm_90", lambda *_, **__: None):
+    with aot.pretend_gpu("sm_90", lambda *_, **__: None):
         assert wyfold.explain(wyfold.chunk_gated_delta_rule, **odd_v("gated_delta_rule")).copies == ("v",)
         assert wyfold.explain(wyfold.chunk_gated_delta_rule, **drawn("gated_delta_rule")).copies == ()
 

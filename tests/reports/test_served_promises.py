@@ -94,9 +94,9 @@ def test_explain_names_the_launches_of_prefill(asked: str, monkeypatch):
         a |= {"checkpoint_every": 64, "checkpoint_pool": torch.zeros(2, 1, 128, 128)}
         a |= {"checkpoint_indices": torch.tensor([[0, 1]])}
     seen = set()
-    with aot.pretending("sm_90", lambda kernel, *_, **__: seen.add(aot.named(kernel))):
+    with aot.pretend_gpu("sm_90", lambda kernel, *_, **__: seen.add(aot.kernel_name(kernel))):
         serving.prefill(**a)
-    with aot.pretending("sm_90", lambda *_, **__: None):
+    with aot.pretend_gpu("sm_90", lambda *_, **__: None):
         plan = wyfold.explain(serving.prefill, **a)
     named = {".".join(x.partition("(wyfold.kernels.")[2].rstrip(")").split(".")[:2]) for x in plan.forward}
     assert seen - {"chunk_grid.triton"} == named

@@ -14,14 +14,14 @@ from wyfold.runtime.kernel_launch import launch_kernel
 
 triton = pytest.importorskip("triton")
 
-from tests.compile.aot import PretendDriver  # noqa: E402
+from tests.compile.aot import FakeDriver  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 HOOKS = ("launch_enter_hook", "launch_exit_hook")
 
 
-class Device(PretendDriver):
+class Device(FakeDriver):
     """A driver whose current device and stream can be changed."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from wyfold.runtime import kernel_launch, precompile, replay_cache
 
 triton = pytest.importorskip("triton")
 
-from tests.compile.aot import RUN, pretending  # noqa: E402
+from tests.compile.aot import RUN, pretend_gpu  # noqa: E402
 from tests.runtime.test_replay_cache import KINDS, LAUNCHED, WITH_GRAD, Kernel, chunked, grad_of, lines, tokens  # noqa: E402, F401
 from triton.runtime import _async_compile  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
@@ -172,7 +172,7 @@ def found() -> Iterator[list[int]]:
         return SimpleNamespace()
 
     with (
-        pretending("sm_90", launch_kernel),
+        pretend_gpu("sm_90", launch_kernel),
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(replay_cache, "DEVICES", frozenset(("cpu",))),
         mock.patch.dict(kernel_launch._launches, clear=True),

@@ -25,7 +25,7 @@ from wyfold.runtime.replay_cache import Recording, replayed
 
 triton = pytest.importorskip("triton")
 
-from tests.compile.aot import pretending  # noqa: E402
+from tests.compile.aot import pretend_gpu  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
@@ -75,7 +75,7 @@ def lines() -> Iterator[list[tuple[Any, ...]]]:
         )
 
     with (
-        pretending("sm_90", lambda *_, **__: None),
+        pretend_gpu("sm_90", lambda *_, **__: None),
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(driver.active, "utils", SimpleNamespace(fill_tma_descriptor=encoded), create=True),
         mock.patch.object(driver.active, "get_current_device", lambda: 0),

@@ -90,7 +90,7 @@ RACED = (
 
 def memory(device: torch.device) -> dict[str, Callable[[], list[Tensor]]]:
     """Name -> call, for accesses outside of tensors; each returns what it computed."""
-    found = [call for call in (*aot.CALLS, *aot.OWN["sm_90"], *BESIDE) if isinstance(call, aot.Call)]
+    found = [call for call in (*aot.CALLS, *aot.PER_ARCHITECTURE["sm_90"], *BESIDE) if isinstance(call, aot.Call)]
     found = [call for call in found if call.subject != "solve_tril"]
     named = {str(call): partial(made, call, device, TOKENS) for call in found}
     for chunk in (16, 32, 64):
@@ -121,11 +121,11 @@ def made(call: Call, device: torch.device, tokens: int) -> list[Tensor]:
         a |= {name: a[name].repeat(3, *[1] * (a[name].ndim - 1)) for name in a if name.startswith("initial_state")}
     a |= dict(call.options)
     a = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in a.items()}
-    a |= call.moved(a)
+    a |= call.misalign(a)
     for name, x in a.items():
         if subject.backward and isinstance(x, Tensor) and x.is_floating_point():
             x.requires_grad_(not call.wrt or name in call.wrt)
-    with call.cut():
+    with call.segmented():
         outputs = subject.ours(a | {"backend": "triton"})
     if subject.backward:
         torch.autograd.backward(outputs, [torch.zeros_like(x) for x in outputs])
