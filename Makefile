@@ -65,7 +65,7 @@ bench: $(VENV)/.wyfold
 
 # Plots and tables first, then the pages. The variable silences an advertisement of the theme.
 docs: $(VENV)/.wyfold $(VENV)/.docs
-	$(BIN)/python -m tools.pages
+	$(BIN)/python tools/pages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Another Triton than the environment's goes into a folder of its own, in front of it on the path.

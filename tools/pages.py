@@ -16,7 +16,6 @@ import matplotlib
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from tools import speed
 
 import wyfold
 from wyfold.cli import main
@@ -228,6 +227,12 @@ def support() -> str:
     return "\n".join(lines)
 
 
+def speed_table() -> str:
+    """The table of README, which tools/speed.py writes."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    return readme.partition("<!-- speed: begin")[2].partition("-->\n")[2].partition("\n<!-- speed: end")[0]
+
+
 def performance() -> str:
     """The page of times: the chart and table of README, then every stored `wyfold bench`, folded."""
     lines = [
@@ -239,7 +244,7 @@ def performance() -> str:
         "One H200, bfloat16, torch 2.11, medians. Each pair of times is from one run on the same tensors. B, T, H",
         "and D are batch, tokens, heads (key/value) and head width.",
         "",
-        speed.table(speed.comparisons()),
+        speed_table(),
         "",
         "Slower than FlashQLA today, and not in the table: training GDN with several value heads for each key head.",
         "",
