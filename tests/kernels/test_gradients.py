@@ -1,4 +1,4 @@
-"""`gradients`: every gradient of a chunk from its borders, against autograd of the chunk's own formulas."""
+"""`gradients`: every gradient of a chunk from its borders, compared with autograd of the chunk's formulas."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ N, K, V = 3, 8, 6
 
 
 def chunk(q, k, v, beta, g, S):
-    """o / scale and the state leaving, in operations autograd follows; grams as in `tests/tile/test_decay.py`."""
+    """o / scale and the leaving state in differentiable operations; grams as in `tests/tile/test_decay.py`."""
     C = q.shape[1]
     G = None if g is None else g.cumsum(1)
     dec = torch.ones(N, C, C, 1, dtype=F64) if G is None else torch.exp((G[:, :, None] - G[:, None]).clamp(max=0))

@@ -1,4 +1,4 @@
-"""The `kkt` launch: against the float64 row, for both kinds of gate, every grid, and gates of any strength."""
+"""`kkt` against float64, for both kinds of gate, every chunk grid, and gates of any strength."""
 
 import pytest
 import torch

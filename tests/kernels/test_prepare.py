@@ -1,4 +1,4 @@
-"""`prepare`: inputs as the recurrence sees them, and the folded factors of every chunk."""
+"""`prepare`: normalised and activated inputs, and the folded factors of every chunk."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ def test_inputs_as_the_recurrence_sees_them(rule: str, grid, stage, float64_boun
         wanted["g"] = reference.kda_gate(a["g"], a["A_log"], a["dt_bias"])
     for name, x in wanted.items():
         tiles = to_chunks(x, grid, 4, F64)
-        if name == "beta":  # in padding a strength may be anything: its key is zero
+        if name == "beta":  # in padding beta is undefined: its key is zero
             padding = to_chunks(torch.ones_like(x), grid, 4, F64)
             float64_bounds.output(name, getattr(got, name) * padding, tiles)
         else:
@@ -69,7 +69,7 @@ def test_no_strength_is_one_and_no_norm_keeps_none(grid, stage):
 @pytest.mark.parametrize("C", [16, 32, 64])
 @pytest.mark.parametrize("rule", ["delta_rule", "gated_delta_rule", "kda"])
 def test_factors(rule: str, C: int, stage, float64_bounds):
-    """A by a general solver; E = A^T (k decayed to the end) and F = P A; what was kept comes back as it is."""
+    """A agrees with a general solver, E = A^T (k decayed to the end), F = P A; kept factors are returned unchanged."""
     a = inputs.draw("random", rule, Shape(2, 70, 1, 2, 8, 16), dtype=F64)
     got_inputs = loaded(stage, a, dense_table(2, 70, C))
     got = stage.fold(got_inputs)

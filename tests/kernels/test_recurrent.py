@@ -1,4 +1,4 @@
-"""`recurrent` and its adjoint: the token loop and its autograd, on tiles."""
+"""`recurrent` and its adjoint, compared with the token loop and its autograd, on tiles."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ T, HV, K, V = sum(LENGTHS), 2, 8, 16
 @pytest.mark.parametrize("C", [1, 16, 64])
 @pytest.mark.parametrize("rule", ["delta_rule", "gated_delta_rule", "kda"])
 def test_forward_and_backward(rule: str, C: int, backend: str, results, float64_bounds):
-    """The chunk size is only the distance of kept states: no bit depends on it."""
+    """The chunk size only sets the distance of kept states; results do not depend on it."""
     a = inputs.draw("random", rule, Shape(1, T, HV, HV, K, V), state="normal", sequences=4, dtype=F64)
     cu = torch.tensor([0, *LENGTHS]).cumsum(0)
     fed = {"o": torch.randn_like(a["v"]), "state": torch.randn_like(a["initial_state"])}

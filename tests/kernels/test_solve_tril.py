@@ -1,4 +1,4 @@
-"""The `solve_tril` launch: float32 and 16-bit rows against the float64 row, for every chunk grid."""
+"""`solve_tril` with float32 and 16-bit inputs against float64, for every chunk grid."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The table: who serves, who is refused and why, on cards and versions that need not be there."""
+"""Dispatch: the selected backend and the reasons of refusals, for simulated GPUs and Triton versions."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ SCAN = {"forward": ("scan",), "backward": ("scan_bwd",)}
 
 @pytest.fixture
 def card(monkeypatch):
-    """`card("sm_89", "3.7.1")`: the process has this GPU and this Triton; no warning was given yet."""
+    """`card("sm_89", "3.7.1")` simulates this GPU and Triton version, with no warning issued yet."""
 
     def insert(architecture: str, version: str, proof: str | None = None) -> None:
         support = support_for(architecture, version)
@@ -65,7 +65,7 @@ def test_a_launch_without_a_kernel_is_refused_by_name(stage: str, card):
     assert 'ask for it with backend="eager"' in reasons["eager"]
 
 
-def test_float64_is_refused_with_who_does_it(card):
+def test_float64_is_refused_with_an_alternative(card):
     card("sm_90", "3.6.0")
     for dtypes in ((F64,), (BF16, F64), (F32, F32, F64)):
         assert refused(dtypes=dtypes)["triton"] == 'does not compute in float64; backend="eager" does'
@@ -75,8 +75,8 @@ def test_float64_is_refused_with_who_does_it(card):
 @pytest.mark.parametrize(
     "limit", json.loads(triton_support.config_text("support"))["beyond"], ids=lambda limit: limit["key"]
 )
-def test_what_does_not_fit_into_a_card_is_refused_with_who_does_it(limit: dict, card):
-    """The sizes that support.json names, there and only there."""
+def test_oversized_kernels_are_refused_with_an_alternative(limit: dict, card):
+    """Sizes listed in support.json are refused on the listed architectures and only there."""
     sizes = ((limit["kernel"].removesuffix(".triton"), limit["key"].replace("BK", "K") + " C16"),)
     for architecture in limit["architectures"]:
         card(architecture, "3.6.0", "verified")
@@ -90,7 +90,7 @@ def test_what_does_not_fit_into_a_card_is_refused_with_who_does_it(limit: dict, 
     assert plan(device=CPU, sizes=sizes).backend == "eager"
 
 
-def test_an_operator_says_what_does_not_fit(card):
+def test_an_operator_names_sizes_that_do_not_fit(card):
     card("sm_100", "3.6.0", "verified")
     with FakeTensorMode():
         wide, narrow = (torch.empty(1, 40, 2, D, device="cuda") for D in (72, 64))
@@ -115,7 +115,7 @@ def test_a_prompt_is_refused_where_its_chunks_do_not_fit(architecture: str, over
 
 
 @pytest.mark.parametrize("architecture, most, over", [("sm_100", 128, 136), ("sm_120", 248, 256)])
-def test_a_delta_rule_says_which_chunks_fit(architecture: str, most: int, over: int, card):
+def test_a_delta_rule_names_the_chunks_that_fit(architecture: str, most: int, over: int, card):
     card(architecture, "3.6.0", "verified")
     with FakeTensorMode():
         wide, narrow = (torch.empty(1, 40, 2, K, device="cuda") for K in (over, most))
@@ -144,7 +144,7 @@ def test_a_card_or_version_that_is_not_listed_is_refused(architecture: str, vers
     assert plan(backend="eager").backend == "eager"
 
 
-def test_an_unproved_card_runs_with_one_warning_that_says_how_to_prove_it(card):
+def test_an_unverified_gpu_warns_once_and_names_the_command(card):
     card("sm_89", "3.7.1")
     with pytest.warns(UserWarning, match=r"unverified: .* sm_89 under Triton 3\.7\.1.*`wyfold verify`") as given:
         for _ in range(3):
@@ -153,7 +153,7 @@ def test_an_unproved_card_runs_with_one_warning_that_says_how_to_prove_it(card):
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_warning_that_is_an_error_is_raised_by_the_call_and_not_lost_in_its_rehearsal(card, monkeypatch):
+def test_a_warning_raised_as_an_error_reaches_the_caller_through_precompilation(card, monkeypatch):
     card("sm_89", "3.7.1")
     monkeypatch.setattr(replay_cache, "DEVICES", frozenset(("cpu",)))
     replay_cache.forget()
@@ -163,14 +163,14 @@ def test_a_warning_that_is_an_error_is_raised_by_the_call_and_not_lost_in_its_re
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_proved_card_runs_without_a_word(card):
+def test_a_verified_gpu_does_not_warn(card):
     card("sm_90", "3.6.0", "verified")
     assert plan().backend == "triton"
 
 
 @pytest.mark.filterwarnings("error")
-def test_asking_is_no_use(card):
-    """Neither what would run, nor eager on such a card, warns."""
+def test_planning_does_not_warn(card):
+    """Neither planning nor eager calls on an unverified GPU warn."""
     card("sm_89", "3.7.1")
     assert plan(backend="eager").backend == "eager"
     with FakeTensorMode():
@@ -178,8 +178,8 @@ def test_asking_is_no_use(card):
         assert wyfold.explain(wyfold.chunk_kda, q, q, q).backend == "triton"
 
 
-def test_explaining_tells_the_rows_and_what_has_to_be_compiled(card, monkeypatch):
-    """A row by its name, "default" where the table has none for these widths. On a card, others have run kernels."""
+def test_explain_lists_rows_and_uncompiled_kernels(card, monkeypatch):
+    """The plan names configuration rows, "default" where none fits these widths, and kernels not compiled yet."""
     card("sm_89", "3.6.0")
     names = kernel_configs.compiled
     monkeypatch.setattr(kernel_configs, "compiled", lambda *args: {name: {} for name in names(*args)})
@@ -195,14 +195,14 @@ def test_explaining_tells_the_rows_and_what_has_to_be_compiled(card, monkeypatch
     assert norm.compiles == ("wyfold_l2norm_triton", "wyfold_l2norm_bwd_triton")
 
 
-def test_tensors_elsewhere_land_on_eager_unasked(card):
+def test_tensors_off_cuda_default_to_eager(card):
     card("sm_90", "3.6.0")
     found = plan(device=CPU)
     assert found.backend == "eager" and "these are on cpu" in found.refused["triton"]
     assert plan(device=torch.device("meta")).backend == "eager"
 
 
-def test_a_demand_on_the_cpu_is_for_the_interpreter(card, monkeypatch):
+def test_triton_on_the_cpu_requires_the_interpreter(card, monkeypatch):
     card("sm_90", "3.6.0")
     monkeypatch.setattr(triton_support, "can_interpret", lambda: False)
     assert "runs on CUDA tensors" in refused(device=CPU, backend="triton")["triton"]
@@ -215,8 +215,8 @@ def test_a_demand_on_the_cpu_is_for_the_interpreter(card, monkeypatch):
 
 
 @pytest.mark.parametrize("operator", ["chunk_gated_delta_rule", "chunk_kda"])
-def test_a_call_on_a_card_is_traced_as_one_that_runs_kernels(operator: str, card):
-    """Under fake tensors nothing is launched: checks, plan, shapes and dtypes of a CUDA call without a card."""
+def test_fake_cuda_tensors_are_planned_for_kernels(operator: str, card):
+    """With fake tensors a CUDA call is checked and planned without a GPU, and no kernel is launched."""
     card("sm_90", "3.6.0", "verified")
     with FakeTensorMode():
         q = torch.empty(1, 70, 2, 16, device="cuda", dtype=BF16)
@@ -227,7 +227,7 @@ def test_a_call_on_a_card_is_traced_as_one_that_runs_kernels(operator: str, card
 
 
 def test_a_compiled_call_plans_while_it_is_traced():
-    """`fullgraph`: nothing of the table breaks the graph, and the choice is the one of the eager call."""
+    """With `fullgraph`, dispatch causes no graph break, and the choice equals that of an uncompiled call."""
     seen = []
     compiled = torch.compile(
         wyfold.l2norm, backend=lambda graph, _: seen.append(graph) or graph.forward, fullgraph=True

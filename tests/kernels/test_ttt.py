@@ -1,4 +1,4 @@
-"""The launches of TTT-Linear on tiles: what `load` makes of ragged ends, what every mini-batch leaves, the adjoint."""
+"""Eager TTT-Linear on tiles: `load` on partial mini-batches, the state after every mini-batch, and the adjoint."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ TABLES = {
 
 @pytest.fixture(params=TABLES)
 def grid(request: pytest.FixtureRequest) -> tuple[ChunkTable, dict[str, Tensor]]:
-    """A chunk grid, and arguments whose tokens it holds."""
+    """A chunk table, and arguments with its tokens."""
     table, B, T = TABLES[request.param]
     return table, inputs.draw(
         rule="ttt_linear",
@@ -37,7 +37,7 @@ def grid(request: pytest.FixtureRequest) -> tuple[ChunkTable, dict[str, Tensor]]
 
 
 def residual(arguments: dict[str, Tensor]) -> str:
-    """On the query wherever tokens have factors, as in published layers."""
+    """The residual: the query where tokens have factors, as in published layers, else the output."""
     return "q" if "eta_col" in arguments else "o"
 
 
@@ -58,7 +58,7 @@ def room(table: ChunkTable) -> State:
 
 
 def sequences(table: ChunkTable) -> list[tuple[int, slice]]:
-    """Buffer row and tokens of every sequence."""
+    """Batch row and token slice of every sequence."""
     if table.uniform:
         return [(n, slice(0, table.tokens)) for n in range(table.sequences)]
     ends = torch.tensor(LENGTHS).cumsum(0).tolist()
@@ -66,7 +66,7 @@ def sequences(table: ChunkTable) -> list[tuple[int, slice]]:
 
 
 def chunk_of(table: ChunkTable, sequence: int, number: int) -> int:
-    """Where the grid keeps a sequence's chunk of that number."""
+    """Position in the chunk table of a sequence's chunk of that number."""
     rank = sequence if table.order is None else table.order.tolist().index(sequence)
     return table.starts[number] + rank
 
@@ -107,7 +107,7 @@ def test_idle_rows_stand_in_front_of_an_open_mini_batch(grid, backend: str):
 
 
 def test_the_state_entering_every_mini_batch(grid, backend: str, float64_bounds):
-    """`at` and what leaves are the token loop's states after so many tokens."""
+    """`at` and the leaving states equal the token loop's states after as many tokens."""
     table, arguments = grid
     at, o = room(table), torch.zeros_like(arguments["v"])
     leaving, sums = stages.kernel_module("ttt", backend).ttt(
@@ -180,7 +180,7 @@ def test_unload_sums_groups_in_order_and_adds_to_parameters(grid, backend: str):
     stages.kernel_module("ttt", backend).unload(found, table, SCALE, *outputs, dw, du)
 
     def of_tokens(tiles: Tensor) -> Tensor:
-        """[tokens, HV, W] in the order of the buffer."""
+        """Tokens in the order of the buffer, [tokens, HV, W]."""
         tiles = tiles.view(table.chunks, HV, C, -1).transpose(1, 2)
         pieces = []
         for n, (_, tokens) in enumerate(sequences(table)):

@@ -1,4 +1,4 @@
-"""Launch `ttt_decode`: token by token it is the definition, whose states a closing mini-batch leaves."""
+"""`ttt_decode` token by token equals the token loop, and a closed mini-batch leaves the loop's state."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ C, EPS, SCALE = 16, 1e-6, 0.4
 
 @pytest.mark.parametrize("D", [24, 32])
 def test_a_mini_batch_and_what_follows(D: int, backend: str, device: torch.device):
-    """Two sequences in slots 2 and 0, of which a whole mini-batch and two tokens are read."""
+    """Two sequences in slots 2 and 0, decoded for one mini-batch and two more tokens."""
     N, T, H, HV = 2, C + 2, 1, 2
     a = inputs.draw(rule="ttt_linear", shape=Shape(N, T, H, HV, D, D), state="normal", eta_col="signed", seed=1)
     wide = {name: x.double() for name, x in a.items()}

@@ -1,4 +1,4 @@
-"""The gate's tile functions against pairs of tokens written out, in float64: grams, adjoints, the gate gradient."""
+"""The gate's tile functions against explicit pairs of tokens, in float64: grams, adjoints, and the gate gradient."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ N, K, V = 3, 8, 5
 
 
 def tiles(kind: str, C: int, strength: float = 1.0) -> tuple[Tensor, Tensor, Tensor | None]:
-    """q, k and per-token gates, floored as `log_gate` floors them."""
+    """q, k and per-token gates, with the floor of `log_gate`."""
     q, k = torch.randn(2, N, C, K, dtype=torch.float64)
     if kind == "none":
         return q, k, None
@@ -44,7 +44,7 @@ def pairwise_grams(q: Tensor, k: Tensor, g: Tensor | None) -> tuple[Tensor, Tens
 @pytest.mark.parametrize("strength", GATES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_grams_and_their_adjoint(kind: str, strength: float, float64_bounds):
-    """Halving = pairwise, and autograd of the pairs = the adjoint, its gate gradient by intervals."""
+    """Halving equals explicit pairs, and the adjoint with its interval gate gradient equals autograd of the pairs."""
     C = 16
     q, k, g = tiles(kind, C, strength)
     leaves = [x.requires_grad_() for x in (q, k, g) if x is not None]
@@ -52,7 +52,7 @@ def test_grams_and_their_adjoint(kind: str, strength: float, float64_bounds):
     G = None if g is None else decay.running_sum(g.detach())
     J, P = decay.decayed_grams(q.detach(), k.detach(), G)
     for name, x, true in zip("JP", (J, P), truth):
-        # The pairs sum the gates between, the tiles take differences of prefixes: what the prefix lost is allowed for.
+        # The pairs sum the gates in between; the tiles subtract prefix sums, whose error the tolerance covers.
         float64_bounds.within(name, x, true.detach(), 1e-12 * (1 + strength if strength < torch.inf else 746))
         assert not x.triu(1).any()
     assert not J.diagonal(dim1=1, dim2=2).any()
@@ -97,7 +97,7 @@ def test_no_exponent_is_positive_and_none_overflows_in_float32(kind: str, streng
 
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_a_row_of_a_gram_does_not_know_what_comes_after(kind: str):
-    """The anchors lie in the past of every row: later gates change no bit of it."""
+    """Anchors precede every row, so later gates change no bit of it."""
     q, k, g = (x.float() for x in tiles(kind, 64, 3.0))
     truth = decay.decayed_grams(q, k, decay.running_sum(g))
     for at in (1, 7, 8, 16, 33, 63):
@@ -108,7 +108,7 @@ def test_a_row_of_a_gram_does_not_know_what_comes_after(kind: str):
 
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_the_interval_form_is_the_signed_form(kind: str, float64_bounds):
-    """Signed: dG of every factor exp(+-G), and dg its reverse running sum."""
+    """Signed form: dG of every factor exp(+-G), and dg as its reverse running sum."""
     q, k, g = tiles(kind, 32, 0.2)
     S, dS = torch.randn(2, N, K, V, dtype=torch.float64)
     G = decay.running_sum(g)
@@ -140,7 +140,7 @@ def pairwise_of_prefixes(q: Tensor, k: Tensor, G: Tensor) -> tuple[Tensor, Tenso
 
 
 def test_decays_of_a_chunk_compose():
-    """From the start to a row, from it to the end: together across, exactly what three names say."""
+    """`from_start`, `to_end` and `across` equal their formulas; without a gate they are identities or None."""
     x = torch.ones(N, 16, K, dtype=torch.float64)
     for kind in KINDS[1:]:
         _, _, g = tiles(kind, 16, 0.5)
@@ -157,7 +157,7 @@ def test_decays_of_a_chunk_compose():
 
 
 def activated(x: Tensor, A_log, dt_bias, activation: str, bound: float, clamp: float) -> Tensor:
-    """By the formulas, for autograd."""
+    """Log gate by its formulas, differentiable."""
     u = x if dt_bias is None else x + dt_bias.view(x.shape[1], 1, -1)
     rate = 1.0 if A_log is None else torch.exp(A_log).view(-1, 1, 1)
     if activation == "softplus":

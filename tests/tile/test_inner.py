@@ -1,4 +1,4 @@
-"""The inner model's steps: each against its formula, each adjoint against autograd of the step itself, in float64."""
+"""The inner model's steps against their formulas, and adjoints against autograd of the steps, in float64."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_variance_takes_two_passes():
     z = 100 + 1e-2 * draw(n, C, D, dtype=torch.float32)
     x, _ = inner.normalise(z.clone(), EPS)
     truth, _ = inner.normalise(z.double(), EPS)
-    # The mean itself is rounded at 100 ulp, which is what the deviations of 1e-2 can be wrong by.
+    # The mean of 100 is rounded to an ulp of 100; deviations of 1e-2 can have this error.
     bound = 2 * error.ulp(100.0, torch.float32) / 1e-2
     error.require(error.judge(x, truth, name="x", target=bound))
 
@@ -95,7 +95,7 @@ def test_a_row_reads_the_state_that_its_own_step_size_leads_to(float64_bounds):
 
 @pytest.mark.parametrize("on_q", [False, True])
 def test_residual_norm_and_its_adjoint(on_q: bool, float64_bounds):
-    """The residual on the inner model's output, or on the raw query, whose gradient through it is dout."""
+    """Residual on the inner model's output, or on the raw query, whose gradient through it is dout."""
     O, w, u, dout = (
         draw(n, C, D).requires_grad_(),
         draw(n, 1, D).requires_grad_(),
@@ -113,7 +113,7 @@ def test_residual_norm_and_its_adjoint(on_q: bool, float64_bounds):
 
 
 def test_step_bwd(float64_bounds):
-    """Through O = q S + c and Z = k S + c, beside a state that is handed on unchanged."""
+    """Gradient of the state through O = q S + c, Z = k S + c, and the unchanged state."""
     S, c = draw(n, D, D).requires_grad_(), draw(n, 1, D).requires_grad_()
     q, k, dO, dZ, dS, dc = (
         draw(n, C, D),

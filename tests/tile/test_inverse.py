@@ -1,4 +1,4 @@
-"""(I + L)^-1: exact in float64, within the error bound of triangular inversion in float32, blind above the diagonal."""
+"""(I + L)^-1: exact in float64, within the bound of triangular inversion in float32; ignores the upper triangle."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ SIZES = (16, 32, 64)
 
 
 def grams(keys: str, beta: float, C: int, dtype: torch.dtype) -> Tensor:
-    """beta K K^T below the diagonal, of unit keys of one of the reference's families.   [3, C, C]"""
+    """beta K K^T below the diagonal, for unit keys of one of the reference's families.   [3, C, C]"""
     k = KEYS[keys]((3, C, 1, 32), torch.Generator().manual_seed(C))[:, :, 0]
     return (beta * k @ k.mT).tril(-1).to(dtype)
 
