@@ -331,7 +331,7 @@ def _stays_open(table: ChunkTable) -> Tensor:
 
 
 def _idle(table: ChunkTable, taken: Tensor | None, HV: int, like: Tensor) -> Tensor | None:
-    """[n, C, 1] bool, True in rows that hold no token; None where every row holds one."""
+    """Mask of rows without a token, [n, C, 1] bool; None where every row has one."""
     idle = table.padding
     if taken is not None and bool(taken.any()):
         by_rank = taken if table.order is None else taken[table.order]
@@ -347,5 +347,5 @@ def _per_head(chunks: Tensor, HV: int, like: Tensor) -> Tensor:
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """sum(a b) of every tile.   [n, 1, 1]"""
+    """sum(a * b) of every tile.   [n, 1, 1]"""
     return (a * b).sum(-1).sum(-1).view(-1, 1, 1)

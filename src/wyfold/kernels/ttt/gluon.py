@@ -15,8 +15,8 @@ is converted back the same way. No mean is subtracted beforehand: values are tak
 token, which costs one shuffle, and the sums are corrected. That value is as far from the mean as values differ from
 each other, so no square cancels.
 
-All products are single-warp instructions (`mma_v2`): a group's shared memory operands need no fence before they are
-read, and the next product's operands can be loaded meanwhile.
+All products are synchronous single-warp instructions (`mma_v2`): operands in shared memory need no fence before they
+are read, and no product still reads an operand while the next one is written.
 """
 
 from __future__ import annotations

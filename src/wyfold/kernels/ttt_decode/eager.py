@@ -29,7 +29,7 @@ def ttt_decode(x: TTTInputs, pools: Pools, slots: Slots, chunk_size: int, scale:
     at, HV, dtype = slot[rows], x.v.shape[2], wide(x.q.dtype)
 
     def tiles(y: Tensor) -> Tensor:
-        """Rows [N, 1, H or HV, D] as [rows * HV, 1, D]."""
+        """Select live rows and repeat heads.   [N, 1, H or HV, D] -> [rows * HV, 1, D]"""
         return y[rows].to(dtype).transpose(1, 2).repeat_interleave(HV // y.shape[2], 1).flatten(0, 1)
 
     def heads(y: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from wyfold.tile.index.eager import from_chunks, to_chunks
 
 
 def log_gate_floor(dtype: torch.dtype) -> float:
-    """Log gates are raised to this, whose exponential is 0 in dtype: -inf becomes a clean reset."""
+    """Smallest log gate; its exponential is 0 in dtype, so a gate of -inf becomes a clean reset."""
     return -746.0 if dtype == torch.float64 else -104.0
 
 
@@ -89,7 +89,7 @@ def log_gate_bwd(
 
 
 def running_sum(g: Tensor | None) -> Tensor | None:
-    """G from floored per-token gates g [n, C, 1 or K]."""
+    """G, the running sum of floored per-token gates g [n, C, 1 or K]."""
     return None if g is None else g.cumsum(-2)
 
 
@@ -130,7 +130,7 @@ def decayed_grams(q: Tensor, k: Tensor, G: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def decayed_key_gram(k: Tensor, G: Tensor | None) -> Tensor:
-    """J of `decayed_grams` alone. G may be wider than k."""
+    """J of `decayed_grams` alone. G may have a wider dtype than k."""
     if G is not None and _per_channel(G):
         return channel_grams((k,), k, G)[0]
     return _grams((k,), k, G)[0].tril_(-1)
@@ -143,7 +143,7 @@ def decayed_grams_bwd(
 
     Args:
         q, k, G: As given to `decayed_grams`.
-        J, P: What it returned.
+        J, P: Results of `decayed_grams`.
         dJ, dP: [n, C, C], zero where J and P are.
 
     Returns:
@@ -166,17 +166,16 @@ def decayed_grams_bwd(
 
 
 def gate_gradient(from_start: Tensor, to_end: Tensor, across: Tensor, G: Tensor, pairs: Tensor) -> Tensor:
-    """Gradient of the per-token log gate, interval form: each term is added to the tokens whose decay it passed
-    through.
+    """Gradient of the per-token log gate in interval form: a term is added to all tokens whose decay it contains.
 
         dg[i] = sum_{r >= i} from_start[r] + sum_{s < i} to_end[s] + across + pairs[i]
 
-    Nothing is subtracted, so a token after which everything is forgotten gets an exact zero.
+    No term is subtracted, so the gate of a reset gets an exact zero.
 
     Args:
-        from_start: [n, C, K]. x * dx of every factor decayed from the chunk's start.
-        to_end: [n, C, K]. x * dx of every factor decayed to the chunk's end.
-        across: [n, K]. The entering state times its gradient, decayed over the chunk, summed over V.
+        from_start: [n, C, K] x * dx of every factor decayed from the chunk's start.
+        to_end: [n, C, K] x * dx of every factor decayed to the chunk's end.
+        across: [n, K] the entering state times its gradient, decayed over the chunk, summed over V.
         G: [n, C, 1] or [n, C, K].
         pairs: Shape of G, from `decayed_grams_bwd`.
     """

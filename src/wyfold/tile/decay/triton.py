@@ -32,7 +32,7 @@ NEAR: tl.constexpr = tl.constexpr(8)
 
 
 def gate_kind(g: Tensor | None) -> str:
-    """GATE of the kernels, from the gate [B, T, HV] or [B, T, HV, K] or None."""
+    """Value of GATE for a gate [B, T, HV] or [B, T, HV, K], or None."""
     return "none" if g is None else "scalar" if g.ndim == 3 else "channel"
 
 

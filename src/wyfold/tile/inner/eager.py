@@ -30,7 +30,7 @@ class Inner(NamedTuple):
 
 
 def normalise(z: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x = (z - mean z) r with r = (var z + eps)^(-1/2), biased variance.
+    """Layer norm without weight and bias: x = (z - mean z) r, r = (var z + eps)^(-1/2), biased variance.
 
     Returns:
         x: [n, C, D].

@@ -47,7 +47,7 @@ def add_product(high, low, U, j: gl.constexpr, m: gl.constexpr, acc, LB: gl.cons
 
 @gluon.jit
 def add_diagonal_product(y, D, j: gl.constexpr, acc, LB: gl.constexpr):
-    """acc + y D[j]."""
+    """acc + y D[j], with y split into a bfloat16 pair."""
     high, low = parts(y)
     d_high = D.slice(16 * j, 16).load(gl.DotOperandLayout(1, LB, 2))
     d_low = D.slice(D.shape[0] // 2 + 16 * j, 16).load(gl.DotOperandLayout(1, LB, 2))

@@ -144,7 +144,7 @@ def wyfold_ttt_gradients_triton(
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program owns the tokens of a segment of one value head.
+    """One program computes a segment of one value head.
 
     A = steps * dO N^T       B = steps of earlier mini-batches * dZ N^T        steps, e': see `read_steps`
     dq = s (dO S^T - A k), plus do if the residual is on q

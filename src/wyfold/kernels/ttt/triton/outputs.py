@@ -92,7 +92,7 @@ def wyfold_ttt_outputs_triton(
     BK: tl.constexpr,
     ON_Q: tl.constexpr,
 ):
-    """One program owns the tokens of a segment of one value head.
+    """One program computes a segment of one value head.
 
     O = s q S + c - (steps * (s q k^T + 1)) N        out = O + w normalise(O) + u        steps: see `read_steps`
     """

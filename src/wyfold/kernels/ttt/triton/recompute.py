@@ -131,7 +131,7 @@ def wyfold_ttt_replay_triton(
     BK: tl.constexpr,
     ON_Q: tl.constexpr,
 ):
-    """One program owns the tokens of a segment of one value head. Products over keys go BK channels at a time.
+    """One program computes a segment of one value head. Products over keys take BK channels at a time.
 
     O = s q S + c - (steps * (s q k^T + 1)) N
     dO = adjoint of the residual norm of O                 dN = -(own steps * (s q k^T + 1))^T dO

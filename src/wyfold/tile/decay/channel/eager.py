@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 def suffix_sum(x: Tensor) -> Tensor:
-    """sum_{r >= i} x[r] along the rows."""
+    """Suffix sum along the rows, sum_{r >= i} x[r]."""
     return x.flip(-2).cumsum(-2).flip(-2)
 
 
 def exclusive_sum(x: Tensor) -> Tensor:
-    """sum_{s < i} x[s] along the rows: a shifted scan, never "inclusive minus self"."""
+    """Exclusive prefix sum along the rows, sum_{s < i} x[s]: a shifted scan, never "inclusive minus self"."""
     return torch.nn.functional.pad(x[..., :-1, :], (0, 0, 1, 0)).cumsum_(-2)
 
 
@@ -39,7 +39,7 @@ def _levels(C: int) -> list[int]:
 
 
 def channel_grams(rows: tuple[Tensor, ...], k: Tensor, G: Tensor) -> list[Tensor]:
-    """Grams of each of `rows` with k below the diagonal, zero elsewhere. G may be wider than k."""
+    """Grams of each of `rows` with k below the diagonal, zero elsewhere. G may have a wider dtype than k."""
     n, C, _ = k.shape
     grams = [k.new_zeros(n, C, C) for _ in rows]
     for h in _levels(C):
@@ -53,7 +53,7 @@ def channel_grams(rows: tuple[Tensor, ...], k: Tensor, G: Tensor) -> list[Tensor
 
 
 def channel_grams_bwd(q: Tensor, k: Tensor, G: Tensor, dJ: Tensor, dP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and of each token's log gate, from those of the grams on and below the diagonal."""
+    """Gradients of q, k and each token's log gate, from the grams' gradients on and below the diagonal."""
     diagonal = dP.diagonal(dim1=1, dim2=2)[..., None]
     dq, dk = diagonal * k, diagonal * q
     dg = torch.zeros_like(G)

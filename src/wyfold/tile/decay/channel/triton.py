@@ -495,7 +495,7 @@ def decays_until(b_end, b_a):
 
 @triton.jit
 def sums_inside(b_rows, b_columns, b_over):
-    """b_over plus, for each row i of a sub-chunk, the sum of b_rows from i on and of b_columns before i."""
+    """For each row i of a sub-chunk, b_over plus the sum of b_rows from i on and of b_columns before i."""
     o_i = tl.arange(0, NEAR)[None, :, None]
     b_later = tl.zeros_like(b_rows)
     b_sum = b_over
