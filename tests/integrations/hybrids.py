@@ -1,4 +1,4 @@
-"""Tiny hybrids of transformers, random from their configurations."""
+"""Tiny random hybrid models of transformers."""
 
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -34,11 +34,11 @@ PICKS = {"layer_types": ["linear_attention", "indexed_attention", "linear_attent
 
 FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "bailing_hybrid")
 PICKING = ("qwen4_exp", "glm5_next")
-"""Types whose attention picks its tokens from the whole row."""
+"""Types whose attention selects tokens from the whole row."""
 LATEST = ("bailing_hybrid", *PICKING)
 
 WRITTEN_FOR = (5, 23)
-"""The version whose configurations these are; an older one may lack the latest types, or have them otherwise."""
+"""Version of transformers for these configurations; older ones may lack the latest types or define them differently."""
 
 
 def _cache_name() -> str:
@@ -50,16 +50,17 @@ def _cache_name() -> str:
 
 
 CACHE = _cache_name()
-"""Name of a model's cache, among its arguments and in what it returns; 5.24 renamed it."""
+"""Name of a model's cache argument and output; 5.24 renamed it."""
 
 BOUNDED = ("bailing_hybrid", "glm5_next")
-"""Types with log decays from -5 to 0, by a sigmoid: small ones take a bias."""
+"""Types with log decays from -5 to 0 by a sigmoid, which need a bias for weak decays."""
 
 
 def hybrid(family: str, **changes: Any) -> Any:
-    """A causal language model of three layers, attention in the middle; OLMo's has K 16, V 32. GLM's is without a head.
+    """A causal language model of three layers, with attention in the middle. OLMo's has K 16, V 32; GLM's has no head.
 
-    Its states fade within tens of tokens, where fresh ones of some families fade within one: documents that leak show.
+    Decays are set so that states last tens of tokens, which exposes leaks between documents; with default values the
+    states of some families last one token.
     """
     torch.manual_seed(7)
     model = _made(family, changes)

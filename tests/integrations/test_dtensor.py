@@ -1,4 +1,4 @@
-"""A decoder divided over ranks by heads is the decoder: logits, every gradient, tokens from its cache."""
+"""Tensor parallelism of a decoder: logits, every gradient and cached decoding equal the unsharded decoder's."""
 
 import copy
 
@@ -40,7 +40,7 @@ def reference():
     return model, ids, logits.detach(), gradients, model.generate(ids, 5, temperature=0)
 
 
-def divided(given, group):
+def sharded(given, group):
     whole, ids, truth, gradients, tokens = given
     for recompute in (None, "selective"):
         model = copy.deepcopy(whole)
@@ -63,16 +63,16 @@ def divided(given, group):
             require(judge(x, gradients[name], name=name, target=BOUND))
 
 
-CASES = {"divided": Case(reference, divided)}
+CASES = {"divided": Case(reference, sharded)}
 
 
 @pytest.mark.long
-def test_a_divided_decoder_is_the_decoder(tmp_path):
+def test_a_sharded_decoder_equals_the_decoder(tmp_path):
     assert not failures_on_ranks([2], tmp_path, __name__, "CASES")
 
 
 class Mesh:
-    """All that is asked before anything is divided."""
+    """A mesh with the attributes read before sharding."""
 
     ndim = 1
 
@@ -95,7 +95,7 @@ class Mesh:
         ({"pattern": "gdn", "num_heads": 3, "mlp_size": 32}, 3, "mlp_size must be a multiple of the 3 ranks, got 32"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(config, ranks, message):
+def test_unsupported_models_are_refused(config, ranks, message):
     model = Decoder(DecoderConfig(hidden_size=16, num_layers=1, head_dim=8, **config))
     with pytest.raises(ValueError, match=message):
         dtensor.parallelize(model, Mesh(ranks))

@@ -1,4 +1,4 @@
-"""What stands under examples/ runs, a few steps of each, and says what it is there to say."""
+"""Every script under examples/ runs for a few steps and prints its result."""
 
 import importlib.util
 from pathlib import Path
@@ -18,7 +18,7 @@ def example(name: str) -> Any:
     return module
 
 
-def test_every_example_is_here():
+def test_every_example_is_tested():
     tested = {"compare_transformers", "finetune_hybrid", "switch_fla"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested
 

@@ -1,4 +1,4 @@
-"""fla's names mean Wyfold's operators, in fla's order of arguments; the stand-in shadows nothing unasked."""
+"""fla's names call Wyfold's operators with fla's argument order; the stand-in shadows another fla only by force."""
 
 import importlib
 import inspect
@@ -20,7 +20,7 @@ from wyfold.layers import GatedRMSNorm
 
 T, H, HV, K, V = 21, 2, 4, 16, 24
 
-# The parameters of fla-core 0.6.0 that can be given by position, in their order.
+# Positional parameters of fla-core 0.6.0, in order.
 ORDER = {
     "chunk_delta_rule": """q k v beta scale initial_state output_final_state use_qk_l2norm_in_kernel cu_seqlens
         cu_seqlens_cpu""",
@@ -69,7 +69,7 @@ def test_arguments_come_in_flas_order(name: str):
 
 
 def tensors(*, packed: bool = False) -> dict[str, Tensor]:
-    """Arguments of one call, and a state for each of its sequences."""
+    """Arguments of one call, with a state for each sequence."""
     B = 1 if packed else 2
     rows = {name: torch.randn(B, T, heads, width) for name, heads, width in [("q", H, K), ("k", H, K), ("v", HV, V)]}
     gates = {"g": -torch.rand(B, T, HV), "gk": -torch.rand(B, T, HV, K), "beta": torch.rand(B, T, HV)}
@@ -78,7 +78,7 @@ def tensors(*, packed: bool = False) -> dict[str, Tensor]:
 
 
 def alike(found: Any, expected: Any) -> bool:
-    """The same bits, tensor by tensor; None where None is expected."""
+    """Check equality of bits, tensor by tensor; None must match None."""
     if expected is None or found is None:
         return found is expected
     if isinstance(expected, tuple):
@@ -176,7 +176,7 @@ def test_old_name_of_the_state_layout():
             call(*given, beta=x["beta"], state_v_first=True, transpose_state_layout=False)
 
 
-def test_what_is_not_offered_is_refused():
+def test_unsupported_arguments_are_refused():
     x = tensors()
     q, k, v, g, gk, beta = (x[name] for name in ("q", "k", "v", "g", "gk", "beta"))
     refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
@@ -189,7 +189,7 @@ def test_what_is_not_offered_is_refused():
             lambda: fla.chunk_kda(q, k, v, gk, beta, return_intermediate_states=True),
         ),
         (wyfold.UnsupportedError, "residual", lambda: fla.rms_norm_gated(v, v, None, None, prenorm=True)),
-        # fla takes these and does nothing with them.
+        # fla accepts and ignores these.
         (ValueError, "A_log must come with", lambda: fla.chunk_gated_delta_rule(q, k, v, g, beta, A_log=x["A_log"])),
         (ValueError, "A_log must come with", lambda: fla.fused_recurrent_kda(q, k, v, gk, beta, x["A_log"])),
         (ValueError, "lower_bound must come with", lambda: fla.chunk_kda(q, k, v, gk, beta, lower_bound=-5.0)),
@@ -215,7 +215,7 @@ def test_kkt_takes_sums_to_base_two(packed: bool, float64_bounds: Any):
     found = fla.chunk_scaled_dot_kkt_fwd(k, torch.cat(sums, 1) / math.log(2), beta, cu, C, torch.float64)
     expected = wyfold.chunk_scaled_dot_kkt(k, beta, g, chunk_size=C, cu_seqlens=cu)
     float64_bounds.output("J", found, expected)
-    # A chunk's first decay cancels in J, so that J does not show it; it must not cost digits all the same.
+    # A chunk's first decay cancels in J; a large one must not cost accuracy.
     float64_bounds.output("g", pieces.per_token(torch.cat(sums, 1) / math.log(2), cu, C), g)
     plain = fla.chunk_scaled_dot_kkt_fwd(k, None, beta, cu, C, torch.float64)
     assert torch.equal(plain, wyfold.chunk_scaled_dot_kkt(k, beta, chunk_size=C, cu_seqlens=cu))
@@ -236,7 +236,7 @@ def test_small_functions_are_wyfolds():
 # --- modules ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_convolution_goes_on_from_its_cache():
+def test_the_convolution_continues_from_its_cache():
     D, W = 6, 4
     conv = fla.ShortConvolution(D, W, bias=True)
     assert {name: list(p.shape) for name, p in conv.named_parameters()} == {"weight": [D, 1, W], "bias": [D]}
@@ -304,7 +304,7 @@ def test_the_gated_norm_is_wyfolds():
 
 @pytest.fixture
 def no_real_fla(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process that knows no fla, whatever is installed, and that knows none afterwards."""
+    """Hide any installed fla, and restore the module table afterwards."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
         monkeypatch.delitem(sys.modules, name)
     find = importlib.util.find_spec
@@ -331,7 +331,7 @@ def test_the_stand_in_has_flas_modules(no_real_fla: None):
         importlib.import_module("fla.ops.kda")
 
 
-def test_names_that_wyfold_has_not_are_import_errors(no_real_fla: None):
+def test_missing_names_are_import_errors(no_real_fla: None):
     with fla.install():
         with pytest.raises(ImportError, match="chunk_gla"):
             from fla.ops import chunk_gla  # noqa: F401
@@ -339,7 +339,7 @@ def test_names_that_wyfold_has_not_are_import_errors(no_real_fla: None):
             importlib.import_module("fla.layers")
 
 
-def test_a_real_fla_is_not_shadowed_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_real_fla_is_shadowed_by_force_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
         monkeypatch.delitem(sys.modules, name)
     (tmp_path / "fla").mkdir()
@@ -365,14 +365,14 @@ def test_a_folder_of_that_name_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
         monkeypatch.delitem(sys.modules, name)
     (tmp_path / "fla").mkdir()
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])  # a package installed elsewhere would come first
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])  # a regular package elsewhere would take precedence
     importlib.invalidate_caches()
     with pytest.raises(ImportError, match=rf"importable, {re.escape(str(tmp_path / 'fla'))}, "):
         fla.install()
 
 
-def test_the_migration_table_names_what_there_is(no_real_fla: None):
-    """Every old name is in the stand-in, is the drop-in of its row, and has a new one."""
+def test_the_migration_table_names_existing_objects(no_real_fla: None):
+    """Every old name is in the stand-in, equals the drop-in of its row, and has a new name."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(fla\.[\w.]+)` \| `(\w+)` \| `wyfold\.([\w.]+)` \|$", page, re.M)
     assert {name for _, name, _ in rows} == set(fla.__all__) - {"StandIn", "install", "uninstall"}
@@ -386,7 +386,7 @@ def test_the_migration_table_names_what_there_is(no_real_fla: None):
 
 
 def test_names_that_the_page_lists_as_missing_are_missing(no_real_fla: None):
-    """So that the page is changed with what it says; the names it gives are those of fla-core 0.6.0."""
+    """So that the page stays up to date; its names are those of fla-core 0.6.0."""
     page = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
     table = page.partition("### Not there yet")[2].partition("| module |")[2].partition("\n\n")[0]
     rows = [row.split("|")[1:3] for row in table.splitlines()[2:]]

@@ -1,4 +1,4 @@
-"""PyTorch's counter counts our operators, by what their definitions need."""
+"""PyTorch's FLOP counter counts Wyfold's operators by their definitions."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def counted(call) -> int:
 @pytest.fixture(autouse=True)
 def registered():
     flops.register()
-    flops.register()  # once is enough, and more does no harm
+    flops.register()  # a second call has no effect
 
 
 def inputs(*last: int, gradient: bool) -> torch.Tensor:
@@ -54,7 +54,7 @@ def test_triangles():
 
 
 def test_every_operator_with_products_has_a_formula():
-    """A new operator is either here or named as one without matrix products."""
+    """A new operator must have a formula or be listed as having no matrix products."""
     without = {"l2norm", "rms_norm_gated", "gate", "beta_sigmoid", "serve", "conv_serve", "after", "once"}
     without |= {"rank_maps", "carried"}  # maps that ranks exchange, which one process does not compute
     names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("wyfold::")}

@@ -1,4 +1,4 @@
-"""Patched models say what stock ones say, packed documents are separate ones, and nothing is replaced for good."""
+"""Patched models agree with stock ones, packed documents with separate ones, and `undo` restores everything."""
 
 import copy
 import sys
@@ -15,10 +15,9 @@ from wyfold.integrations.transformers import families, patch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-STOCK = (
-    1e-5  # what is promised of patched beside stock, float32: of the largest logit, and of a gradient's largest entry
-)
-SEPARATE = 1e-6  # and of packed beside separate documents
+# Float32 tolerances, relative to the largest logit and to a gradient's largest entry.
+STOCK = 1e-5  # patched against stock
+SEPARATE = 1e-6  # packed against separate documents
 LENGTHS = [3, 1, 37, 29]
 T = sum(LENGTHS)
 
@@ -39,7 +38,7 @@ def ids() -> Tensor:
 
 
 class OldLayer(nn.Module):
-    """Calls the way the layers of 5.14 do: through attributes, the convolution by name, handing on seq_idx alone."""
+    """Layer that calls like those of 5.14: through attributes, the convolution by name, passing on only seq_idx."""
 
     def __init__(self, module: Any):
         super().__init__()
@@ -88,7 +87,7 @@ class OldModel(nn.Module):
 
 @pytest.fixture
 def old(monkeypatch: pytest.MonkeyPatch) -> OldModel:
-    """A model as versions up to 5.14 had them; that the real ones behave so was seen on 4.57.1, 5.2.0 and 5.14.1."""
+    """A model like those of versions up to 5.14; the real ones were checked on 4.57.1, 5.2.0 and 5.14.1."""
     from transformers.models.qwen3_5 import modeling_qwen3_5
 
     module: Any = ModuleType("transformers.models.old.modeling_old")
@@ -109,12 +108,12 @@ def boundaries(lengths: list[int]) -> Tensor:
 
 
 def far(a: Tensor, b: Tensor) -> float:
-    """Largest difference, beside the largest entry of b."""
+    """Largest difference relative to the largest entry of b."""
     return float((a - b).detach().abs().max() / b.detach().abs().max())
 
 
 def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """Largest difference of every gradient beside its largest entry; of a tiny one, beside a thousandth of all's."""
+    """Largest relative difference over gradients; tiny gradients count as a thousandth of the largest."""
     assert found.keys() == expected.keys()
     floor = max(float(g.abs().max()) for g in expected.values()) / 1000
     return {
@@ -123,7 +122,7 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, fl
 
 
 def learned(model: Any, ids: Tensor, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits, and gradients of the next token's loss."""
+    """Logits, and gradients of the next-token loss."""
     model.zero_grad()
     out = model(ids, labels=ids, **inputs)
     out.loss.backward()
@@ -131,11 +130,11 @@ def learned(model: Any, ids: Tensor, **inputs: Any) -> tuple[Tensor, dict[str, T
 
 
 def apart(model: Any, ids: Tensor, lengths: list[int]) -> Tensor:
-    """Logits of the documents of one row, each run alone."""
+    """Logits of the documents of a row, each run separately."""
     return torch.cat([model(part).logits for part in ids.split(lengths, 1)], 1)
 
 
-# --- the same numbers ------------------------------------------------------------------------------------------------
+# --- agreement with stock---------------------------------------------------------------------------------------------
 
 
 def test_logits_and_gradients_are_the_stock_ones(model: Any, ids: Tensor):
@@ -152,7 +151,7 @@ def test_logits_and_gradients_are_the_stock_ones(model: Any, ids: Tensor):
 
 
 def test_greedy_tokens_are_the_stock_ones(model: Any, ids: Tensor):
-    """One prompt, and two of different lengths with padding on the left."""
+    """One prompt, and two prompts of different lengths with left padding."""
     mask = torch.ones(2, 9, dtype=torch.int64)
     mask[1, :4] = 0
     options = {"max_new_tokens": 6, "do_sample": False}
@@ -165,9 +164,9 @@ def test_greedy_tokens_are_the_stock_ones(model: Any, ids: Tensor):
 
 
 def test_a_prompt_may_come_in_pieces(model: Any, ids: Tensor):
-    """Several tokens on top of a cache: the convolution is handed the stored columns too.
+    """Several tokens after a cache: the convolution also receives the stored columns.
 
-    In float64 where PyTorch has it, which is not for experts: what float32 rounds differs by processor, up to 1.2e-6.
+    In float64 where PyTorch supports it, which excludes experts. Float32 rounding varies by processor, up to 1.2e-6.
     """
     if not any("experts" in name for name, _ in model.named_modules()):
         model = copy.deepcopy(model).double()
@@ -181,8 +180,8 @@ def test_a_prompt_may_come_in_pieces(model: Any, ids: Tensor):
     assert far(torch.cat(pieces, 1), whole) < SEPARATE
 
 
-def test_sixteen_bits_lose_what_the_stock_code_loses(model: Any, ids: Tensor):
-    """Beside float32; half as much again, since the two lose it in different places."""
+def test_16_bit_errors_are_those_of_the_stock_code(model: Any, ids: Tensor):
+    """Errors against float32, with a factor of 1.5, because the two round at different places."""
     with torch.no_grad():
         exact = model(ids).logits
         model.bfloat16()
@@ -197,8 +196,8 @@ def test_sixteen_bits_lose_what_the_stock_code_loses(model: Any, ids: Tensor):
 
 
 @pytest.mark.parametrize("family", PICKING)
-def test_models_that_pick_their_tokens(family: str, ids: Tensor):
-    """Their delta-rule layers are served; several documents in a row are refused, whoever says so."""
+def test_models_that_select_tokens(family: str, ids: Tensor):
+    """Their delta-rule layers run on Wyfold; packed documents are refused, however they are given."""
     model = hybrid(family)
 
     def states() -> tuple[Tensor, dict[str, Tensor]]:
@@ -235,7 +234,7 @@ def test_documents_packed_by_position_are_separate(model: Any, ids: Tensor):
 
 
 def test_documents_packed_by_boundaries_are_separate(model: Any, ids: Tensor):
-    """With the keywords flash attention takes, and by numbers; positions are made where none are given."""
+    """By flash attention's keywords and by seq_idx; positions are created if missing."""
     cu = boundaries(LENGTHS)
     flash = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": max(LENGTHS), "max_length_k": max(LENGTHS)}
     numbers = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))[None]
@@ -245,8 +244,8 @@ def test_documents_packed_by_boundaries_are_separate(model: Any, ids: Tensor):
             assert far(model(ids[:1], **inputs).logits, alone) < SEPARATE, inputs
 
 
-def test_what_the_flattening_collator_makes_is_understood(qwen: Any, ids: Tensor):
-    """All of its keywords at once; the loss is the mean over what separate documents are asked."""
+def test_the_flattening_collators_output_is_accepted(qwen: Any, ids: Tensor):
+    """All of its keywords at once; the loss is the mean over the labels of the separate documents."""
     from transformers import DataCollatorWithFlattening
 
     parts = ids[0].split([20, 15, T - 35])
@@ -269,7 +268,7 @@ def test_every_row_of_a_batch_may_be_packed(qwen: Any, ids: Tensor):
 
 
 def test_gradients_of_packed_documents_are_the_sum_of_separate_ones(model: Any, ids: Tensor):
-    """With the layers run again in the backward as well."""
+    """Also with gradient checkpointing."""
     lengths = [24, T - 24]
 
     def gradients(*calls: tuple[Tensor, dict[str, Any]]) -> dict[str, Tensor]:
@@ -284,7 +283,7 @@ def test_gradients_of_packed_documents_are_the_sum_of_separate_ones(model: Any, 
         alone = gradients(*((part, {}) for part in ids[:1].split(lengths, 1)))
         together = gradients(row)
         model.train()
-        # Before 5.23 it was named after gradients.
+        # Before 5.23 the name referred to gradients.
         word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
         getattr(model, f"{word}_checkpointing_enable")()
         try:
@@ -297,7 +296,7 @@ def test_gradients_of_packed_documents_are_the_sum_of_separate_ones(model: Any, 
         assert max(differences.values()) < STOCK, differences
 
 
-def test_what_cannot_be_kept_apart_is_refused(qwen: Any, ids: Tensor):
+def test_inseparable_documents_are_refused(qwen: Any, ids: Tensor):
     from transformers import DynamicCache
 
     row, packed = ids[:1], {"position_ids": positions(LENGTHS)}
@@ -319,8 +318,8 @@ def test_what_cannot_be_kept_apart_is_refused(qwen: Any, ids: Tensor):
             qwen(ids, cu_seq_lens_q=boundaries([100, 40]))
 
 
-def test_positions_that_do_not_restart_are_left_alone(qwen: Any, ids: Tensor):
-    """Padding is no document, pictures' positions say nothing, and a cache is kept."""
+def test_positions_that_do_not_restart_are_unchanged(qwen: Any, ids: Tensor):
+    """Padding is not a document, image positions are ignored, and the cache is kept."""
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
     counted = (mask.cumsum(1) - 1).clamp(min=0)
@@ -336,7 +335,7 @@ def test_positions_that_do_not_restart_are_left_alone(qwen: Any, ids: Tensor):
 
 
 def test_one_graph_of_everything(qwen: Any, ids: Tensor):
-    """Given boundaries can be compiled with the model; positions alone have to be read, which no graph can."""
+    """Boundaries compile with the model; positions alone must be read on the host, which breaks the graph."""
     torch.compiler.reset()
     with torch.no_grad(), patch(qwen, norm=True) as patched:
         for inputs in ({}, {"cu_seq_lens_q": boundaries(LENGTHS)}):
@@ -357,11 +356,11 @@ def test_without_packing_only_functions_are_replaced(qwen: Any, ids: Tensor):
             qwen(ids[:1], seq_idx=torch.zeros(1, T, dtype=torch.int64))
 
 
-# --- calls that are not served ---------------------------------------------------------------------------------------
+# --- unsupported calls ------------------------------------------------------------------------------------------------
 
 
-def test_a_call_that_is_not_served_says_why(ids: Tensor):
-    """Heads of 12 channels: refused by default, on demand the model's own code, counted; packed never."""
+def test_an_unsupported_call_gives_the_reason(ids: Tensor):
+    """Heads of 12 channels: refused by default; "stock" runs the model's code and counts it; packed calls raise."""
     odd = hybrid("qwen3_next", linear_key_head_dim=12)
     with torch.no_grad():
         stock = odd(ids).logits
@@ -377,7 +376,7 @@ def test_a_call_that_is_not_served_says_why(ids: Tensor):
     assert patched.report.calls["qwen3_next", "conv", "wyfold"] == 3
 
 
-def test_an_activation_of_another_kind_is_the_stock_convolutions(ids: Tensor):
+def test_another_activation_runs_the_stock_convolution(ids: Tensor):
     gelu = hybrid("qwen3_5", hidden_act="gelu")
     with torch.no_grad():
         stock, tokens = gelu(ids).logits, gelu.generate(ids[:1, :4], max_new_tokens=3, do_sample=False)
@@ -388,7 +387,7 @@ def test_an_activation_of_another_kind_is_the_stock_convolutions(ids: Tensor):
     assert names == {"conv", "conv_update"}
 
 
-# --- what a patch leaves behind --------------------------------------------------------------------------------------
+# --- undo and failures -----------------------------------------------------------------------------------------------
 
 
 def test_undo_puts_everything_back(qwen: Any):
@@ -405,7 +404,7 @@ def test_undo_puts_everything_back(qwen: Any):
     assert {name: dict(vars(owner)) for name, owner in owners.items()} == before
 
 
-def test_a_patch_that_fails_leaves_nothing(qwen: Any):
+def test_a_failed_patch_changes_nothing(qwen: Any):
     with patch("qwen3_next", norm=True):
         with pytest.raises(ValueError, match="norm must be True for qwen3_next"):
             patch(["qwen3_5", "qwen3_next"])
@@ -427,7 +426,7 @@ def test_a_version_that_keeps_its_functions_elsewhere_is_refused(
     assert module.causal_conv1d_fn is before
 
 
-def test_saving_and_loading_are_the_models_own(qwen: Any, ids: Tensor, tmp_path: Any):
+def test_saving_and_loading_are_unchanged(qwen: Any, ids: Tensor, tmp_path: Any):
     import transformers
 
     with torch.no_grad(), patch(qwen):
@@ -467,7 +466,7 @@ def test_functions_that_layers_keep_are_replaced_on_them(old: OldModel):
             packed = old(inputs_embeds=x, position_ids=positions(LENGTHS))
             numbers = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))[None]
             assert far(old(inputs_embeds=x, seq_idx=numbers), packed) < SEPARATE
-            old.layers[1](x[:, :5])  # by itself: the boundaries do not outlive their call
+            old.layers[1](x[:, :5])  # alone: boundaries end with their call
             alone = torch.cat([old(inputs_embeds=part) for part in x.split(LENGTHS, 1)], 1)
             assert far(packed, alone) < SEPARATE
         assert torch.equal(old(inputs_embeds=x), stock)
@@ -475,7 +474,7 @@ def test_functions_that_layers_keep_are_replaced_on_them(old: OldModel):
     assert old.layers[0].causal_conv1d_fn is None and "forward" not in vars(old)
 
 
-def test_what_layers_that_keep_functions_cannot_do_is_refused(old: OldModel):
+def test_unsupported_calls_of_old_versions_are_refused(old: OldModel):
     x, packed = torch.randn(1, T, 32), {"position_ids": positions(LENGTHS)}
     with pytest.raises(ValueError, match="target must be a model with transformers"):
         patch("old")
@@ -490,7 +489,7 @@ def test_what_layers_that_keep_functions_cannot_do_is_refused(old: OldModel):
         old.layers[1].causal_conv1d_fn = None
 
 
-def test_without_transformers_it_says_what_to_install(monkeypatch):
+def test_without_transformers_the_error_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModuleNotFoundError, match=r"^patch: needs transformers, .*: pip install transformers$"):
         patch("qwen3_next")

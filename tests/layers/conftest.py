@@ -1,4 +1,4 @@
-"""The mixers that every promise of the layers is tested on: small, parameters away from their special first values."""
+"""Small mixers for the tests of layers, with parameters moved away from their special initial values."""
 
 import importlib.util
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from wyfold.layers import DeltaNet, GatedDeltaNet, KimiDeltaAttention, SoftmaxAt
 
 WIDTH = 24  # hidden_size of them all
 
-# Grouped value heads, and values narrower than keys, wherever the layer has them.
+# Grouped value heads, and values narrower than keys, if the layer supports them.
 MIXERS: dict[str, Callable[[], nn.Module]] = {
     "delta_net": lambda: DeltaNet(WIDTH, 2, 4, 16, 8, allow_neg_eigval=True),
     "gated_delta_net": lambda: GatedDeltaNet(WIDTH, 2, 4, 16, 8),
@@ -27,7 +27,7 @@ MIXERS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.fixture
 def build() -> Callable[[str, torch.dtype], nn.Module]:
-    """`build(name, dtype)`: a mixer by name, every parameter moved at random."""
+    """`build(name, dtype)`: a mixer by name, with every parameter perturbed at random."""
 
     def build(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
         layer = MIXERS[name]().to(dtype)
@@ -53,7 +53,7 @@ def mixer32(request: pytest.FixtureRequest, build: Callable[..., nn.Module]) -> 
 
 @pytest.fixture
 def projected() -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """`projected(layer, x, layout)`: q, k, v in heads, from the layer's parameters and the reference."""
+    """`projected(layer, x, layout)`: q, k, v in heads, computed from the layer's parameters by the reference."""
 
     def projected(layer: nn.Module, x: torch.Tensor, layout: SequenceLayout | None) -> tuple[torch.Tensor, ...]:
         qkv = x @ layer.qkv.weight.T
@@ -67,7 +67,7 @@ def projected() -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @pytest.fixture
 def same_gradients(float64_bounds) -> Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], None]:
-    """Two outputs of one layer have the same gradients with respect to x and every parameter of the layer."""
+    """Check that two outputs of a layer have equal gradients with respect to x and every parameter."""
 
     def same_gradients(layer: nn.Module, x: torch.Tensor, got: torch.Tensor, truth: torch.Tensor) -> None:
         arguments = {"x": x, **dict(layer.named_parameters())}
@@ -82,7 +82,7 @@ def same_gradients(float64_bounds) -> Callable[[nn.Module, torch.Tensor, torch.T
 
 @pytest.fixture
 def transformers() -> ModuleType:
-    """The library whose layers `from_hf` takes over, if its own run on a CPU."""
+    """The transformers package, skipped unless its layers run on the CPU."""
     if importlib.util.find_spec("fla") is not None:
         pytest.skip("where fla is installed, layers of transformers call its kernels, which read a GPU's memory alone")
     return pytest.importorskip("transformers", reason="transformers is not installed")

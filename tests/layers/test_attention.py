@@ -1,4 +1,4 @@
-"""Softmax attention against one plain softmax, path by path, and what its cache holds."""
+"""Softmax attention: every path against a plain softmax, and its cache."""
 
 import pytest
 import torch
@@ -9,13 +9,13 @@ from wyfold.runtime import check
 
 
 def formula(layer, x, lengths=None):
-    """Every query against every key, by a loop over pairs of sequence and head."""
+    """Attention of every query to every key, by a loop over sequences and heads."""
     B, T, _ = x.shape
     H, HKV, D = layer.num_heads, layer.num_kv_heads, layer.head_dim
     ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths or [T])])
     position = torch.cat([torch.arange(n) for n in lengths or [T]])
     q, k, v = (x @ layer.qkv.weight.T).unflatten(-1, (-1, D)).split([H, HKV, HKV], dim=2)
-    q, k = (turned(part, position, layer.rope_base) for part in (q, k))
+    q, k = (rotated(part, position, layer.rope_base) for part in (q, k))
     distance = position[:, None] - position
     seen = (ids[:, None] == ids) & (distance >= 0)
     if layer.window is not None:
@@ -28,8 +28,8 @@ def formula(layer, x, lengths=None):
     return o.flatten(2) @ layer.out.weight.T
 
 
-def turned(x, position, base):
-    """Pairs (x[d], x[d + D/2]) as complex numbers, times e^(i position base^(-2d/D))."""
+def rotated(x, position, base):
+    """Rotate pairs (x[d], x[d + D/2]): complex numbers times e^(i position base^(-2d/D))."""
     D = x.shape[-1]
     pair = torch.complex(x[..., : D // 2], x[..., D // 2 :])
     angle = position[:, None, None] * base ** (-torch.arange(0, D, 2, dtype=x.dtype) / D)
@@ -44,14 +44,14 @@ def test_output_and_gradients(window, kv_heads, float64_bounds, same_gradients):
     x = torch.randn(2, 39, 24, dtype=torch.float64, requires_grad=True)
     y, truth = layer(x), formula(layer, x)
     float64_bounds.output("y", y, truth)
-    if window != 1:  # one key has weight 1 whatever the query, so the truth is rounding
+    if window != 1:  # a single key has weight 1 for any query, so the true gradient is zero up to rounding
         same_gradients(layer, x, y, truth)
 
 
 @pytest.mark.parametrize("readable", [True, False], ids=["boundaries read", "boundaries not read"])
 @pytest.mark.parametrize("window", [None, 5])
 def test_packed(window, readable, monkeypatch, float64_bounds, same_gradients):
-    """One sequence after another, or, as on a GPU and in a compiled graph, one mask and no boundary read."""
+    """Both paths: a loop over sequences, and one mask without reading boundaries, as on a GPU and in compiled code."""
     layer = SoftmaxAttention(24, 4, 2, 8, window=window).double()
     x = torch.randn(1, 39, 24, dtype=torch.float64, requires_grad=True)
     layout = SequenceLayout.from_lengths([17, 0, 20, 2])
@@ -62,7 +62,7 @@ def test_packed(window, readable, monkeypatch, float64_bounds, same_gradients):
     same_gradients(layer, x, y, truth)
 
 
-def test_a_mask_keeps_rows_of_no_document_out(monkeypatch):
+def test_a_mask_excludes_rows_past_the_last_boundary(monkeypatch):
     layer = SoftmaxAttention(24, 4, 2, 8)
     layout = SequenceLayout.from_lengths([17, 20], tokens=39)
     monkeypatch.setattr(check, "readable", lambda x: False)
@@ -87,12 +87,12 @@ def test_a_window_bounds_the_cache(first):
             kept = min(5, t + 1)
             assert cache["keys"].shape == cache["values"].shape == (3, kept, 2, 8)
             assert cache["positions"].tolist() == [list(range(t + 1 - kept, t + 1))] * 3
-            # No larger tensor is kept alive behind a view.
+            # No view keeps a larger tensor alive.
             assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in cache.values())
 
 
 def test_rotary_positions_are_relative(float64_bounds):
-    """Attention of a sequence is that of the same sequence further on, once nothing before it is seen."""
+    """A shifted sequence gives the same result, if nothing before it is visible."""
     layer = SoftmaxAttention(24, 4, 2, 8, window=6).double()
     x = torch.randn(1, 30, 24, dtype=torch.float64)
     cache = LayerCache()
@@ -120,6 +120,6 @@ def test_state_dict_names_are_stable():
         ({"rope_base": "10000"}, "rope_base must be a number, got str"),
     ],
 )
-def test_mistakes_are_named(arguments, message):
+def test_errors_name_the_argument(arguments, message):
     with pytest.raises((ValueError, TypeError), match=f"^SoftmaxAttention: {message}$"):
         SoftmaxAttention(**{"hidden_size": 32, "num_heads": 4} | arguments)

@@ -1,7 +1,7 @@
-"""The backend a layer was made with is what every operator in it is asked for, in every form of the call.
+"""A layer passes its backend to every operator, in every form of the call.
 
-The table takes the CPU's tensors here for tensors on CUDA, where nothing is served unasked: what runs, asked for
-everything it needs.
+The dispatch table is made to treat CPU tensors as CUDA tensors, where eager never runs without a demand. A call that
+runs has therefore demanded a backend for every operator.
 """
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from wyfold import SequenceLayout, UnsupportedError, layers
 
 SIZES = {"hidden_size": 24, "num_heads": 2, "head_dim": 16}
-# layer: its operators beside the convolution, over all forms of its call
+# layer -> its operators other than the convolution, over all forms of its call
 MIXERS = {
     layers.DeltaNet: ("chunk_delta_rule", "fused_recurrent_delta_rule"),
     layers.GatedDeltaNet: ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "rms_norm_gated"),
@@ -20,7 +20,7 @@ MIXERS = {
 
 
 @pytest.mark.parametrize("kind", MIXERS)
-def test_every_operator_of_a_mixer_is_asked(kind, planned_as_cuda):
+def test_every_operator_of_a_mixer_gets_the_backend(kind, planned_as_cuda):
     x = torch.randn(1, 40, 24, requires_grad=True)
     layer, cache = kind(**SIZES, backend="eager"), layers.LayerCache()
     layer(x).sum().backward()
@@ -33,14 +33,14 @@ def test_every_operator_of_a_mixer_is_asked(kind, planned_as_cuda):
 
 
 @pytest.mark.parametrize("kind", MIXERS)
-def test_unasked_a_mixer_is_refused_with_what_to_do(kind, planned_as_cuda):
+def test_without_a_backend_a_mixer_is_refused_with_a_remedy(kind, planned_as_cuda):
     layer = kind(**SIZES)
     with pytest.raises(UnsupportedError, match="no backend serves tensors on cuda") as refused:
         layer(torch.randn(1, 40, 24))
     assert 'backend="eager", an argument of every operator and of the layer' in refused.value.reasons["eager"]
 
 
-def test_the_parts_take_one_too(planned_as_cuda):
+def test_submodules_take_a_backend(planned_as_cuda):
     x = torch.randn(1, 9, 8)
     layers.ShortConvolution(8, backend="eager")(x)
     layers.GatedRMSNorm(8, backend="eager")(x, x)
@@ -48,7 +48,7 @@ def test_the_parts_take_one_too(planned_as_cuda):
 
 
 @pytest.mark.parametrize("kind", [*MIXERS, layers.ShortConvolution, layers.GatedRMSNorm])
-def test_a_backend_of_another_name_is_refused_when_the_layer_is_made(kind):
+def test_an_unknown_backend_is_refused_by_the_constructor(kind):
     sizes = SIZES if kind in MIXERS else {"channels": 8} if kind is layers.ShortConvolution else {"width": 8}
     with pytest.raises(ValueError, match=f"^{kind.__name__}: backend must be one of None, 'eager', .*, got 'cuda'"):
         kind(**sizes, backend="cuda")

@@ -1,4 +1,4 @@
-"""A model's cache: moved, reordered and forked as a whole."""
+"""The cache of a model: moving, reordering and forking all layers together."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_reorder_moves_rows_of_every_layer(layers, filled, float64_bounds):
         float64_bounds.output("y", layer(x, cache=record), truth)
 
 
-def test_detach_ends_the_past(layers, filled):
+def test_detach_drops_the_gradient_history(layers, filled):
     assert all(any(t.requires_grad for t in record.values()) for record in filled.layers)
     values = [{name: t.clone() for name, t in record.items()} for record in filled.layers]
     filled.detach()
@@ -44,7 +44,7 @@ def test_detach_ends_the_past(layers, filled):
         assert all(torch.equal(record[name], before[name]) for name in before)
 
 
-def test_a_snapshot_is_a_place_to_return_to(layers, filled):
+def test_generation_can_return_to_a_snapshot(layers, filled):
     x = torch.randn(3, 2, 24, dtype=torch.float64)
     kept = filled.snapshot()
     first = [layer(x, cache=record) for layer, record in zip(layers, filled.layers, strict=True)]
@@ -61,7 +61,7 @@ def test_floats_change_dtype_and_integers_do_not(filled):
     assert next(iter(filled.to("meta").layers[0].values())).device.type == "meta"
 
 
-def test_a_recurrent_state_stays_in_the_dtype_it_is_given(build):
+def test_a_recurrent_state_keeps_its_dtype(build):
     layer = build("gated_delta_net", torch.float32)
     cache = DecodingCache([LayerCache()], batch_size=1)
     x = torch.randn(1, 21, 24)
@@ -86,7 +86,7 @@ def test_its_size_does_not_grow(build, name):
             assert cache.nbytes == size
 
 
-def test_mistakes_are_named(filled):
+def test_errors_name_the_argument(filled):
     with pytest.raises(ValueError, match=r"^DecodingCache: batch_size must be at least 1, got 0$"):
         DecodingCache([LayerCache()], batch_size=0)
     with pytest.raises(ValueError, match=r"^DecodingCache.reorder: rows must have 1 dimension, \[N\]"):

@@ -1,4 +1,4 @@
-"""The short convolution as a module: its filter against PyTorch's own, its cache, its first weights."""
+"""The short convolution as a module: its filter against PyTorch's, its cache, its initial weights."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_the_cache_holds_the_latest_inputs(float64_bounds):
     assert torch.equal(cache["conv"], x[:, -3:].mT)
 
 
-def test_first_weights_are_those_of_a_depthwise_convolution():
+def test_initial_weights_are_those_of_a_depthwise_convolution():
     weight = ShortConvolution(4096, 4).weight
     assert 0.499 < weight.abs().max() <= 0.5
     assert not ShortConvolution(8, 4, bias=True).bias.any()
@@ -41,6 +41,6 @@ def test_first_weights_are_those_of_a_depthwise_convolution():
         ({"activation": "relu"}, "activation must be one of None, 'silu', 'swish', got 'relu'"),
     ],
 )
-def test_mistakes_are_named(arguments, message):
+def test_errors_name_the_argument(arguments, message):
     with pytest.raises(ValueError, match=f"^ShortConvolution: {message}$"):
         ShortConvolution(**{"channels": 8} | arguments)

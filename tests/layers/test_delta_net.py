@@ -1,4 +1,4 @@
-"""DeltaNet against its formula, written with the reference from the layer's parameters."""
+"""DeltaNet against its formula, evaluated by the reference with the layer's parameters."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_value_heads_default_to_key_heads():
         ({"norm_eps": float("nan")}, "norm_eps must be finite, got nan"),
     ],
 )
-def test_mistakes_are_named(arguments, message):
+def test_errors_name_the_argument(arguments, message):
     with pytest.raises((ValueError, TypeError), match=f": {message}$"):
         DeltaNet(**{"hidden_size": 32, "num_heads": 2, "head_dim": 16} | arguments)
 

@@ -1,4 +1,4 @@
-"""Gated DeltaNet against its formula, and how decays begin."""
+"""Gated DeltaNet against its formula, and the initial decays."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_state_dict_names_are_stable():
 
 
 @pytest.mark.parametrize("channels", [None, 64])
-def test_decays_begin_as_in_the_papers(channels):
+def test_initial_decays_are_those_of_the_papers(channels):
     decay = DecayParameters(512, channels)
     rate, step = decay.A_log.exp(), softplus(decay.dt_bias)
     assert rate.shape == (512,) and step.shape == ((512,) if channels is None else (512, 64))
@@ -60,15 +60,15 @@ def test_decays_begin_as_in_the_papers(channels):
     assert 0.007 < step.median() < 0.0145
 
 
-def test_a_bounded_gate_begins_unsaturated():
+def test_a_bounded_gate_is_initially_unsaturated():
     decay = DecayParameters(64, 16, bounded=True)
     assert not decay.A_log.any()
     start = torch.sigmoid(decay.A_log.exp()[:, None] * decay.dt_bias)
     assert 0.0009 < start.min() and start.max() < 0.1
 
 
-def test_decay_parameters_are_reached_by_a_forward(build):
-    """FSDP2 gathers and casts a module's parameters around its forward, so nothing may reach past it."""
+def test_decay_parameters_are_accessed_through_a_forward(build):
+    """FSDP2 gathers and casts a module's parameters around its forward, so they must not be accessed otherwise."""
     layer = build("gated_delta_net")
     calls = []
     layer.decay_parameters.register_forward_hook(lambda module, arguments, result: calls.append(len(result)))
@@ -107,11 +107,11 @@ def test_from_hf_is_the_same_layer(family, float64_bounds, transformers):
     assert ours.backend == ours.conv.backend == ours.norm.backend == "eager"
     assert ours.norm.eps == 1e-5 and ours.norm.round_before_weight
     x = torch.randn(2, 21, 24)
-    # Theirs computes in float32 whatever it is given: 21 tokens of rounding.
+    # The stock layer always computes in float32: the tolerance allows for 21 tokens of rounding.
     float64_bounds.within("y", ours(x).double(), theirs(x).double(), 2e-6)
 
 
-def test_from_hf_takes_no_other_layer():
+def test_from_hf_refuses_other_layers():
     with pytest.raises(ValueError, match=r"^GatedDeltaNet.from_hf: layer must have Qwen's projections, got Linear$"):
         GatedDeltaNet.from_hf(torch.nn.Linear(3, 3))
 
@@ -133,7 +133,7 @@ def learned(model):
 
 
 def sharded_apart(given, group):
-    """All in bfloat16 but the decays, which FSDP gathers, and frees again, around a forward of their own."""
+    """All in bfloat16 except the decay parameters, whose separate forward FSDP surrounds with gather and free."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -155,7 +155,7 @@ def sharded_apart(given, group):
         if low:
             assert abs(ours - loss) < 0.01 * loss
             assert all(grad.dtype == torch.float32 and grad.isfinite().all() for grad in found.values())
-        else:  # the mean of two ranks that read the same
+        else:  # the mean over two ranks with the same input
             assert torch.equal(ours, loss) and all(torch.equal(found[name], grad) for name, grad in gradients.items())
 
 
@@ -163,5 +163,5 @@ APART = {"decays in float32": Case(lambda: learned(decoder()), sharded_apart)}
 
 
 @pytest.mark.long
-def test_decays_that_are_sharded_apart_stay_in_float32(tmp_path):
+def test_separately_sharded_decays_stay_in_float32(tmp_path):
     assert not failures_on_ranks([2], tmp_path, __name__, "APART")

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention against its formula, with either gate."""
+"""Kimi Delta Attention against its formula, with both gates."""
 
 import pytest
 import torch
@@ -77,10 +77,10 @@ def test_from_hf_is_the_same_layer(family, bound, float64_bounds, transformers):
     assert ours.backend == ours.conv.backend == ours.norm.backend == "eager"
     assert ours.norm.eps == 1e-5 and ours.lower_bound == bound
     x = torch.randn(2, 21, 24)
-    # Theirs computes in float32 whatever it is given: 21 tokens of rounding.
+    # The stock layer always computes in float32: the tolerance allows for 21 tokens of rounding.
     float64_bounds.within("y", ours(x).double(), theirs(x).double(), 2e-6)
 
 
-def test_from_hf_takes_no_other_layer():
+def test_from_hf_refuses_other_layers():
     with pytest.raises(ValueError, match=r"^KimiDeltaAttention.from_hf: layer must have Kimi's gates, got Linear$"):
         KimiDeltaAttention.from_hf(torch.nn.Linear(3, 3))

@@ -1,8 +1,8 @@
-"""What every mixer promises: one result however a sequence is cut, cached, packed or run; errors that name arguments.
+"""Properties of every mixer: the same result for split, cached, packed and compiled calls; errors that name arguments.
 
-Operators promise bits. A layer keeps them where its matrix products see as many rows: what is behind `nn.Linear` may
-sum in another order for another number of rows, which on the CPU shows in the last bits. So equality at zero is tested
-between runs of equal row counts, and runs of different row counts are held to the float64 bound of the operators.
+Operators are bit-identical. Layers are so only for equal numbers of rows, because `nn.Linear` may sum in another order
+for another number of rows. So exact equality is tested between runs with equal row counts; other runs are held to the
+operators' float64 bound.
 """
 
 import copy
@@ -14,7 +14,7 @@ from wyfold import SequenceLayout
 from wyfold.layers import LayerCache
 from wyfold.reference import error
 
-LENGTHS = [11, 0, 20, 1]  # packed documents; 7 more rows of the buffer belong to none
+LENGTHS = [11, 0, 20, 1]  # packed documents; the buffer has 7 more rows
 TOKENS = 39
 
 
@@ -28,12 +28,12 @@ def decode(layer, x, cache):
     return torch.cat([layer(token, cache=cache) for token in x.split(1, dim=1)], dim=1)
 
 
-def test_token_by_token_is_the_whole(mixer, x, float64_bounds):
+def test_token_by_token_equals_one_call(mixer, x, float64_bounds):
     float64_bounds.output("y", decode(mixer, x, LayerCache()), mixer(x))
 
 
 @pytest.mark.parametrize("pieces", [[7, 1, 20, 11], [16, 16, 7], [2, 37], [39, 0], [0, 3, 36]])
-def test_pieces_are_the_whole(mixer, x, pieces, float64_bounds):
+def test_split_calls_equal_one_call(mixer, x, pieces, float64_bounds):
     cache = LayerCache()
     y = torch.cat([mixer(piece, cache=cache) for piece in x.split(pieces, dim=1)], dim=1)
     float64_bounds.output("y", y, mixer(x))
@@ -42,19 +42,19 @@ def test_pieces_are_the_whole(mixer, x, pieces, float64_bounds):
 def test_gradients_pass_through_the_cache(mixer, x, same_gradients):
     x.requires_grad_()
     cache = LayerCache()
-    # At whole mini-batches of TTT, whose open ones are constants.
+    # Split at whole mini-batches of TTT, because an open one is a constant to the backward.
     y = torch.cat([mixer(piece, cache=cache) for piece in x[:, :36].split([16, 16, 4], dim=1)], dim=1)
     same_gradients(mixer, x, y[:, :32], mixer(x[:, :36])[:, :32])
 
 
-def test_packed_is_separate(mixer, x, float64_bounds):
+def test_packed_equals_separate_calls(mixer, x, float64_bounds):
     documents = x[:1].split([*LENGTHS, 7], dim=1)[:-1]
     packed = mixer(x[:1], layout=SequenceLayout.from_lengths(LENGTHS, tokens=TOKENS))
     separate = torch.cat([mixer(document) for document in documents if document.shape[1] > 0], dim=1)
     float64_bounds.output("y", packed[:, : sum(LENGTHS)], separate)
 
 
-def test_packed_is_separate_in_gradient(mixer, x, same_gradients):
+def test_gradients_of_packed_equal_separate_calls(mixer, x, same_gradients):
     x = x[:1].requires_grad_()
     packed = mixer(x, layout=SequenceLayout.from_lengths(LENGTHS, tokens=TOKENS))
     documents = x.split([*LENGTHS, 7], dim=1)[:-1]
@@ -69,7 +69,7 @@ def test_packed_rows_are_a_batch_bit_for_bit(mixer32, x, tokens):
     assert torch.equal(packed.view_as(x), mixer32(x))
 
 
-def test_documents_never_meet(mixer32, x):
+def test_documents_are_independent(mixer32, x):
     x = x[:1].float().requires_grad_()
     layout = SequenceLayout.from_lengths(LENGTHS, tokens=TOKENS)
     other = x.detach().clone()
@@ -89,7 +89,7 @@ def test_rows_past_the_last_boundary_are_zero(mixer32, x):
     assert not dx[:, sum(LENGTHS) :].any()
 
 
-def test_the_past_ignores_the_future(mixer32, x):
+def test_causality(mixer32, x):
     x = x.float()
     later = x.clone()
     later[:, 21:] = 50.0
@@ -97,7 +97,7 @@ def test_the_past_ignores_the_future(mixer32, x):
 
 
 def test_packed_prompts_then_decoding_together(mixer, x, float64_bounds):
-    """Prompts of different lengths, one of them empty, then rows that go on in step, then packed again."""
+    """Packed prompts of different lengths, one of them empty; then batched decoding; then packed calls again."""
     cache = LayerCache()
     mixer(x[:1], layout=SequenceLayout.from_lengths(LENGTHS, tokens=TOKENS), cache=cache)
     following = torch.randn(len(LENGTHS), 9, 24, dtype=torch.float64)
@@ -121,18 +121,18 @@ def test_without_gradients_the_same_bits(mixer32, x, mode):
     assert torch.equal(y, without)
 
 
-# Dynamo makes an object of each autograd.Function it traces, which PyTorch itself deprecates.
+# Dynamo instantiates each traced autograd.Function, which PyTorch deprecates.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("name", ["kda", "ttt_linear", "window"])
 def test_one_graph(build, x, name):
-    """Packed prompts and a step of decoding, each compiled whole, without reading a boundary or a position."""
+    """Packed prompts and a decoding step, each compiled as one graph, without reading boundaries or positions."""
     layer = build(name, torch.float32)
     layout = SequenceLayout.from_lengths(LENGTHS, tokens=TOKENS)
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         packed, y = (run(x[:1].float(), layout=layout) for run in (compiled, layer))
-        if name == "window":  # one mask in a graph, one sequence after another outside: two orders of summation
+        if name == "window":  # one mask in the graph, a loop over sequences outside: two orders of summation
             error.require(error.judge(packed, copy.deepcopy(layer).double()(x[:1], layout=layout), y, name="y"))
         else:
             assert torch.equal(packed, y)
@@ -145,9 +145,9 @@ def test_one_graph(build, x, name):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("name", ["delta_net", "gated_delta_net", "kda", "ttt_linear", "attention"])
 def test_one_graph_with_its_gradients(build, x, name, same_gradients, float64_bounds):
-    """Forward and backward of packed rows compiled whole; dense ones are, of all mixers at once, in the model's test.
+    """Forward and backward of packed rows as one graph; the model's test compiles dense rows of all mixers.
 
-    In float64, since a compiler may sum a layer's own products differently.
+    In float64, because a compiler may sum matrix products in another order.
     """
     layer, layout = build(name), SequenceLayout.from_lengths(LENGTHS, tokens=TOKENS)
     x = x[:1].requires_grad_()
@@ -157,8 +157,8 @@ def test_one_graph_with_its_gradients(build, x, name, same_gradients, float64_bo
     same_gradients(layer, x, got, truth)
 
 
-def test_16_bit_decoding_is_as_good_as_the_whole(mixer, x):
-    """Each layer rounds to 16 bits between its steps, whichever form runs; states stay wide."""
+def test_16_bit_decoding_is_as_accurate_as_one_call(mixer, x):
+    """Layers round to 16 bits between operators in either form; states stay wide."""
     layer16, x16 = copy.deepcopy(mixer).bfloat16(), x.bfloat16()
     truth = layer16.double()(x16.double())
     layer16.bfloat16()
@@ -169,7 +169,7 @@ def test_16_bit_decoding_is_as_good_as_the_whole(mixer, x):
 
 
 def test_a_cache_is_replaced_not_written(mixer, x):
-    """So that a shallow copy is a place to return to."""
+    """So a shallow copy is a valid snapshot."""
     cache = LayerCache()
     mixer(x[:, :20], cache=cache)
     before = cache.snapshot()
@@ -179,7 +179,7 @@ def test_a_cache_is_replaced_not_written(mixer, x):
     assert torch.equal(mixer(x[:, 20:23], cache=before), first)
 
 
-def test_mistakes_are_named(mixer, x):
+def test_errors_name_the_argument(mixer, x):
     name = type(mixer).__name__
     layout = SequenceLayout.from_lengths(LENGTHS, tokens=TOKENS)
     cache = LayerCache()

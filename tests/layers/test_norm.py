@@ -24,6 +24,6 @@ def test_output(activation, act, float64_bounds):
         ({"activation": None}, "activation must be one of 'swish', 'silu', 'sigmoid', got None"),
     ],
 )
-def test_mistakes_are_named(arguments, message):
+def test_errors_name_the_argument(arguments, message):
     with pytest.raises(ValueError, match=f"^GatedRMSNorm: {message}$"):
         GatedRMSNorm(**{"width": 16} | arguments)

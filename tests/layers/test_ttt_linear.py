@@ -1,4 +1,4 @@
-"""TTT-Linear against the paper's equations written plainly, and the mini-batch that a call leaves open."""
+"""TTT-Linear against a plain implementation of the paper's equations, and open mini-batches between calls."""
 
 import pytest
 import torch
@@ -13,13 +13,13 @@ WIDTH = 24
 FORMS = {
     "mamba": {},
     "transformer": {"conv_size": None, "gated": False},
-    "not turned": {"rope_base": None, "base_step": 2.0, "mini_batch": 32},
+    "not rotated": {"rope_base": None, "base_step": 2.0, "mini_batch": 32},
 }
 
 
 @pytest.fixture(params=FORMS)
 def layer(request: pytest.FixtureRequest) -> TTTLinear:
-    """Each published form, every parameter moved at random."""
+    """Each published form, with every parameter perturbed at random."""
     layer = TTTLinear(WIDTH, 2, 4, 16, **FORMS[request.param]).double()
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -34,8 +34,8 @@ def filtered(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return sum(weight[:, i] * padded[i : i + len(x)] for i in range(W)) + bias
 
 
-def turned(x: Tensor, m: int, base: float) -> Tensor:
-    """Neighbouring channels as complex numbers, times exp(i angle).   [T, H, D]"""
+def rotated(x: Tensor, m: int, base: float) -> Tensor:
+    """Rotate neighbouring channels: complex numbers times exp(i angle).   [T, H, D]"""
     T, _, D = x.shape
     angle = (torch.arange(T) % m)[:, None] * base ** (-torch.arange(0, D, 2).double() / D)
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.exp(1j * angle)[:, None]
@@ -43,11 +43,11 @@ def turned(x: Tensor, m: int, base: float) -> Tensor:
 
 
 def published(layer: TTTLinear, x: Tensor) -> Tensor:
-    """One sequence x [T, hidden_size] by the equations, with autograd for the gradients of the inner loss.
+    """The layer's output for one sequence x [T, hidden_size], with autograd for the inner loss's gradients.
 
     f(x; W) = x + LN(x W)           loss(W; t) = 1/2 |f(k_t; W) - v_t|^2
     W_t = W_0 - sum over s <= t of eta_ts grad loss(W_0; s)           z_t = f(q_t; W_t)
-    eta_ts = max(1 / (1 + place of t) + delta, 0) * eta_base sigmoid(theta x_s) / D
+    eta_ts = max(1 / (1 + index of t in its mini-batch) + delta, 0) * eta_base sigmoid(theta x_s) / D
     """
     T, H, HV, D, m = len(x), layer.num_heads, layer.num_v_heads, layer.head_dim, layer.mini_batch
     projected = linear(x, layer.qkv.weight)
@@ -59,7 +59,7 @@ def published(layer: TTTLinear, x: Tensor) -> Tensor:
         q, k = (filtered(projected[:, : H * D], weight, bias) for weight, bias in halves)
     q, k = (part.view(T, H, D) for part in (q, k))
     if layer.rope_base is not None:
-        q, k = (turned(part, m, layer.rope_base) for part in (q, k))
+        q, k = (rotated(part, m, layer.rope_base) for part in (q, k))
     q, k = (part.repeat_interleave(HV // H, dim=1) for part in (q, k))
     by_row = (1 / (torch.arange(m) + 1.0).double() + layer.token_step).clamp(min=0)
     by_column = layer.step_scale * torch.sigmoid(linear(x, layer.step.weight, layer.step.bias))  # [T, HV]
@@ -73,7 +73,7 @@ def published(layer: TTTLinear, x: Tensor) -> Tensor:
         for begin in range(0, T, m):
             batch = slice(begin, min(begin + m, T))
             n = batch.stop - begin
-            W, c = W0.expand(n, D, D), c0.expand(n, 1, D)  # one for each token, so that each has a gradient
+            W, c = W0.expand(n, D, D), c0.expand(n, 1, D)  # one copy per token, so that each has a gradient
             loss = (f(k[batch, j], W, c, j) - v[batch, j]).square().sum() / 2
             dW, dc = grad(loss, (W, c), create_graph=True)
             steps = (by_row[:n, None] * by_column[None, batch, j]).tril()
@@ -98,16 +98,16 @@ def test_output_and_gradients(layer, lengths, float64_bounds, same_gradients):
 
 
 @pytest.mark.parametrize("first", [1, 15, 16, 17, 33])
-def test_an_open_mini_batch_goes_on(layer, first, float64_bounds):
-    """The chunk form alone would close it and start another, which is a different model."""
+def test_an_open_mini_batch_is_continued(layer, first, float64_bounds):
+    """The chunk form alone would close it and start a new one, which is a different model."""
     x = torch.randn(2, 70, WIDTH, dtype=torch.float64)
     cache = LayerCache()
     y = torch.cat([layer(x[:, :first], cache=cache), layer(x[:, first:], cache=cache)], dim=1)
     float64_bounds.output("y", y, layer(x))
 
 
-def test_a_token_at_a_time_is_the_paper_s(layer, float64_bounds):
-    """Through the cache, from sequences that stand at different places of their mini-batches."""
+def test_token_by_token_equals_the_paper(layer, float64_bounds):
+    """With a cache whose sequences are at different positions of their mini-batches."""
     x = torch.randn(2, 37, WIDTH, dtype=torch.float64)
     cache = LayerCache()
     with torch.no_grad():
@@ -161,11 +161,11 @@ def test_state_dict_names_are_stable():
         ({"rope_base": -1.0}, "rope_base must be > 0 or None, got -1.0"),
     ],
 )
-def test_mistakes_are_named(arguments, message):
+def test_errors_name_the_argument(arguments, message):
     with pytest.raises(ValueError, match=f"^TTTLinear: {message}$"):
         TTTLinear(**{"hidden_size": 32, "num_heads": 2, "head_dim": 16} | arguments)
 
 
-def test_a_gate_is_there_or_not():
+def test_the_gate_is_optional():
     with pytest.raises(TypeError, match=r"^TTTLinear: gated must be True or False, got 1"):
         TTTLinear(32, 2, head_dim=16, gated=1)

@@ -1,4 +1,4 @@
-"""A small decoder in which every mixer occurs once."""
+"""A small decoder with every mixer once."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def config() -> DecoderConfig:
 
 @pytest.fixture
 def model(config) -> Decoder:
-    """Every mixer once, float64, with matrices large enough for logits that differ."""
+    """A float64 model with every mixer once, and matrices large enough for distinct logits."""
     model = Decoder(config).double()
     with torch.no_grad():
         for parameter in model.parameters():

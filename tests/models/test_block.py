@@ -1,4 +1,4 @@
-"""Memory of a training step: what the backward of a block computes again."""
+"""Activation checkpointing of blocks: memory and bits of a training step."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from wyfold.models import Decoder
 
 
 def kept_bytes(model: Decoder, ids: torch.Tensor, **where) -> tuple[int, list[torch.Tensor]]:
-    """Bytes that autograd keeps of a forward, but for parameters, and the gradients of a backward."""
+    """Bytes that autograd saves in a forward (without parameters), and the gradients of a backward."""
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept = {}
 
@@ -26,7 +26,7 @@ def kept_bytes(model: Decoder, ids: torch.Tensor, **where) -> tuple[int, list[to
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_what_is_computed_again_has_the_same_bits_and_needs_less_memory(model, ids, packed):
+def test_recomputation_has_the_same_bits_and_less_memory(model, ids, packed):
     where = {}
     if packed:
         ids, where = ids[:1], {"layout": SequenceLayout.from_lengths([20, 0, 17])}
@@ -40,9 +40,9 @@ def test_what_is_computed_again_has_the_same_bits_and_needs_less_memory(model, i
     assert kept_bytes(model, ids, **where)[0] == whole
 
 
-def test_selective_recomputing_runs_no_recurrence_twice(model, ids, monkeypatch):
-    forward, runs = pipeline.delta_parts.forward, []
-    monkeypatch.setattr(pipeline.delta_parts, "forward", lambda *given: runs.append(1) or forward(*given))
+def test_selective_recomputation_runs_no_recurrence_twice(model, ids, monkeypatch):
+    forward, runs = pipeline.delta_eager.forward, []
+    monkeypatch.setattr(pipeline.delta_eager, "forward", lambda *given: runs.append(1) or forward(*given))
     counts = {}
     for what in (None, *models.RECOMPUTED):
         runs.clear()
@@ -52,6 +52,6 @@ def test_selective_recomputing_runs_no_recurrence_twice(model, ids, monkeypatch)
     assert counts == {None: 3, "selective": 3, "blocks": 6}
 
 
-def test_what_else_might_be_computed_again_is_refused(model):
+def test_unknown_recomputation_is_refused(model):
     with pytest.raises(ValueError, match="what must be"):
         model.recompute("everything")

@@ -1,4 +1,4 @@
-"""The configuration of a decoder, its pattern, and what it refuses."""
+"""The configuration of a decoder: pattern, JSON and errors."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ def test_a_configuration_survives_json(config):
     assert DecoderConfig.from_json(DecoderConfig().to_json()) == DecoderConfig()
 
 
-def test_options_reach_the_mixers_and_shared_fields_give_way(config):
+def test_options_override_shared_fields(config):
     kda, attention = config.mixer("kda"), config.mixer("attention")
     assert (kda.lower_bound, kda.num_heads, attention.window) == (-5.0, 2, 6)
     config = DecoderConfig(options={"gdn": {"num_heads": 1, "num_v_heads": 6, "head_dim": 32, "conv_size": 2}})
@@ -71,12 +71,12 @@ def test_a_configuration_owns_its_options():
         ({"options": {"kda": {"hidden_size": 3}}}, r"options\['kda'\] must be among num_heads, .*, got 'hidden_size'"),
     ],
 )
-def test_configuration_mistakes_are_named(fields, message):
+def test_configuration_errors_name_the_field(fields, message):
     with pytest.raises((ValueError, TypeError), match=f"^DecoderConfig: {message}$"):
         DecoderConfig(**fields)
 
 
-def test_json_mistakes_are_named():
+def test_json_errors_name_the_field():
     with pytest.raises(ValueError, match=r"must be known to this version, got colour, size$"):
         DecoderConfig.from_json(json.dumps({"size": 1, "colour": 2, "num_heads": 3}))
     with pytest.raises(ValueError, match=r"must be a JSON object, got list$"):

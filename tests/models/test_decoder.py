@@ -1,4 +1,4 @@
-"""The decoder: its logits, its loss, every gradient, its caches and pools."""
+"""The decoder: logits, loss, gradients, caches and pools."""
 
 import dataclasses
 
@@ -11,13 +11,13 @@ from wyfold import SequenceLayout, UnsupportedError
 from wyfold.models import Decoder, DecoderConfig
 
 
-def test_token_by_token_is_the_whole(model, ids, float64_bounds):
+def test_token_by_token_equals_one_call(model, ids, float64_bounds):
     cache = model.new_cache(2)
     steps = [model(token, cache=cache)[0] for token in ids.split(1, dim=1)]
     float64_bounds.output("logits", torch.cat(steps, dim=1), model(ids)[0])
 
 
-def test_packed_is_separate(model, float64_bounds):
+def test_packed_equals_separate_calls(model, float64_bounds):
     lengths = [9, 0, 17, 1]
     ids = torch.randint(256, (1, 30))
     logits, _ = model(ids, layout=SequenceLayout.from_lengths(lengths, tokens=30))
@@ -26,7 +26,7 @@ def test_packed_is_separate(model, float64_bounds):
     float64_bounds.output("logits", logits[:, :27], separate)
 
 
-def test_packed_prompts_go_on_together(model, float64_bounds):
+def test_packed_prompts_continue_as_a_batch(model, float64_bounds):
     prompts = [torch.randint(256, (1, n)) for n in (3, 20)]
     cache = model.new_cache(2)
     model(torch.cat(prompts, dim=1), layout=SequenceLayout.from_lengths([3, 20]), cache=cache)
@@ -46,8 +46,8 @@ def test_the_loss_is_the_mean_over_labels_that_count(model, ids, float64_bounds)
     assert model(ids)[1] is None
 
 
-def test_logits_of_some_places_are_those_of_all(model, ids, float64_bounds):
-    """Where labels are few: the same loss, and its gradients, from their logits alone."""
+def test_logits_of_some_places_equal_those_of_all(model, ids, float64_bounds):
+    """For few labels: the same loss and gradients from their logits only."""
     places = torch.tensor([[3, 4, 36], [0, 20, 21]])
     labels = torch.randint(256, places.shape)
     few, loss = model(ids, labels, places=places)
@@ -68,7 +68,7 @@ def test_places_of_a_packed_row_leave_out_labels_beyond_its_end(model, ids, floa
     float64_bounds.within("loss", loss.double(), truth.double(), 1e-6)
 
 
-def test_no_label_that_counts_is_no_loss(model, ids):
+def test_without_valid_labels_the_loss_is_zero(model, ids):
     _, loss = model(ids, torch.full_like(ids, -100))
     loss.backward()
     assert loss.item() == 0
@@ -97,7 +97,7 @@ def test_every_parameter_learns(model, ids):
 
 
 def same_gradients(model, got, truth, float64_bounds):
-    """Two results of one model have the same gradients with respect to every parameter, none of them zero."""
+    """Check that two results have equal, nonzero gradients with respect to every parameter."""
     arrow = torch.randn_like(truth)
     parameters = dict(model.named_parameters())
     mine, true = (torch.autograd.grad(y, parameters.values(), arrow, retain_graph=True) for y in (got, truth))
@@ -106,7 +106,7 @@ def same_gradients(model, got, truth, float64_bounds):
         float64_bounds.gradient(name, ours, expected)
 
 
-def test_packed_is_separate_in_every_gradient(model, float64_bounds):
+def test_every_gradient_of_packed_equals_separate_calls(model, float64_bounds):
     lengths = [9, 0, 17, 1]
     ids = torch.randint(256, (1, 30))
     logits, _ = model(ids, layout=SequenceLayout.from_lengths(lengths, tokens=30))
@@ -116,18 +116,18 @@ def test_packed_is_separate_in_every_gradient(model, float64_bounds):
 
 
 def test_gradients_pass_through_the_cache(model, ids, float64_bounds):
-    """At whole mini-batches of TTT, whose open ones are constants."""
+    """Split at whole mini-batches of TTT, because an open one is a constant to the backward."""
     cache = model.new_cache(2)
     pieces = [model(piece, cache=cache)[0] for piece in ids[:, :32].split(16, dim=1)]
     same_gradients(model, torch.cat(pieces, dim=1), model(ids[:, :32])[0], float64_bounds)
 
 
 @pytest.mark.long
-# Dynamo makes an object of each autograd.Function it traces, which PyTorch itself deprecates.
+# Dynamo instantiates each traced autograd.Function, which PyTorch deprecates.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_one_graph_with_its_gradients(model, ids, packed, float64_bounds):
-    """All mixers, the loss and the backward, compiled whole."""
+    """All mixers, the loss and the backward as one graph."""
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     layout = SequenceLayout.from_lengths([9, 0, 17, 1], tokens=37) if packed else None
@@ -139,7 +139,7 @@ def test_one_graph_with_its_gradients(model, ids, packed, float64_bounds):
 
 
 def test_a_step_of_decoding_is_one_graph(model, ids, float64_bounds):
-    """A prompt read plainly, then steps of one compiled graph that moves the cache on."""
+    """An eager prefill, then decoding steps of one compiled graph that updates the cache."""
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
@@ -155,7 +155,7 @@ def test_a_step_of_decoding_is_one_graph(model, ids, float64_bounds):
 
 
 def test_every_parameter_gradient_is_the_slope_of_the_loss(model, ids):
-    """Against a central difference along one random direction per parameter."""
+    """Compare with a central difference along one random direction per parameter."""
     labels = ids.roll(-1, dims=1)
     model(ids, labels)[1].backward()
     step = 1e-5
@@ -183,7 +183,7 @@ def test_without_gradients_the_same_bits(config, ids):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_cache_fills_the_same_without_gradients(config, ids, mode):
-    """Prompt, one token, more tokens: logits and every tensor of the cache."""
+    """A prompt, one token, more tokens: logits and every cached tensor."""
 
     def decoded(cache):
         return [model(piece, cache=cache)[0] for piece in ids.split([20, 1, 16], dim=1)]
@@ -212,7 +212,7 @@ def test_tied_and_untied():
     assert not untied(ids)[0].any() and tied(ids)[0].any()
 
 
-def test_first_weights_grow_smaller_with_depth():
+def test_initial_weights_shrink_with_depth():
     deviation = {}
     for depth in (2, 8):
         model = Decoder(DecoderConfig(**SMALL | {"hidden_size": 128, "head_dim": 64, "num_layers": depth}))
@@ -223,7 +223,7 @@ def test_first_weights_grow_smaller_with_depth():
         assert 0.0095 < shallow < 0.0105 and 1.9 < shallow / deep < 2.1
 
 
-def test_mistakes_are_named(model, ids):
+def test_errors_name_the_argument(model, ids):
     layout = SequenceLayout.from_lengths([10])
     for arguments, message in [
         (([1, 2],), "Decoder: ids must be a torch.Tensor, got list"),
@@ -259,7 +259,7 @@ def test_mistakes_are_named(model, ids):
         Decoder(SMALL)
 
 
-def test_the_backend_is_the_instance_s_and_reaches_every_operator(config, ids, tmp_path, planned_as_cuda):
+def test_the_backend_of_an_instance_reaches_every_operator(config, ids, tmp_path, planned_as_cuda):
     model = Decoder(config, backend="eager")
     model(ids, ids)[1].backward()
     model.generate(ids, 3)
@@ -275,7 +275,7 @@ def test_the_backend_is_the_instance_s_and_reaches_every_operator(config, ids, t
             unasked(ids)
 
 
-def test_a_backend_is_no_matter_of_the_configuration(config):
+def test_the_backend_is_not_part_of_the_configuration(config):
     with pytest.raises(ValueError, match=r"^DecoderConfig: options\['kda'\] must be among .*, got 'backend'"):
         dataclasses.replace(config, options={"kda": {"backend": "eager"}})
     with pytest.raises(ValueError, match=r"^Decoder: backend must be one of None, 'eager', .*, got 'cuda'"):
@@ -284,7 +284,7 @@ def test_a_backend_is_no_matter_of_the_configuration(config):
 
 @torch.no_grad()
 def test_pools_hold_what_a_cache_holds():
-    """Prompts of any lengths and single tokens, through slots in any order, beside sequences that are not called."""
+    """Prompts of any lengths and single tokens, in slots of any order, with other sequences in the pool."""
     config = DecoderConfig(hidden_size=16, num_layers=3, pattern="gdn kda delta_net", num_heads=2, head_dim=8)
     model, lengths = Decoder(config), [5, 0, 33]
     layout, ids = SequenceLayout.from_lengths(lengths), torch.randint(256, (1, 38))

@@ -1,4 +1,4 @@
-"""A decoder that is written to a folder and read again."""
+"""Saving and loading a decoder."""
 
 import dataclasses
 import sys
@@ -38,7 +38,7 @@ def test_names_on_disk_are_stable():
     }
 
 
-def test_loading_mistakes_are_named(config, tmp_path):
+def test_loading_errors_name_the_file(config, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         Decoder.load(tmp_path)
     Decoder(config).save(tmp_path)

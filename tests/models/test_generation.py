@@ -1,4 +1,4 @@
-"""What follows a prompt: the same tokens however it is read, and draws of the right distribution."""
+"""Generation: the same tokens for every way of prefilling, and samples of the right distribution."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def test_greedy_tokens_are_those_of_a_full_recompute(model, ids):
     assert torch.equal(model.generate(ids, 20, temperature=0), whole)
 
 
-def test_a_long_prompt_is_read_in_pieces(model, ids, monkeypatch):
+def test_a_long_prompt_is_prefilled_in_pieces(model, ids, monkeypatch):
     whole = model.generate(ids, 8, temperature=0)
     monkeypatch.setattr(generation, "PREFILL_TOKENS", 10)
     assert torch.equal(model.generate(ids, 8, temperature=0), whole)
@@ -30,7 +30,7 @@ def test_a_seed_repeats_the_draws(model, ids):
 
 
 def test_packed_prompts_are_continued_as_if_alone():
-    """Prompts of any lengths, read together; longer ones in pieces. Draws are those of a prompt that is alone."""
+    """Prompts of any lengths, prefilled together, long ones in pieces. Samples equal those of single prompts."""
     torch.manual_seed(3)
     config = DecoderConfig(hidden_size=16, num_layers=3, pattern="gdn attention ttt_linear", num_heads=2, head_dim=8)
     model = Decoder(config).double()
@@ -57,7 +57,7 @@ def test_a_stream_is_what_generate_collects(model, ids):
 
 
 def test_draws_follow_the_distribution():
-    """30,000 draws of four tokens, cut by each option, against the probabilities that remain."""
+    """30,000 samples of four tokens under each option, against the truncated probabilities."""
     logits = torch.tensor([1.0, 3.0, 2.0, 0.0]).log1p().expand(30_000, 4)  # 2 : 4 : 3 : 1
     for options, truth in [
         ((1.0, None, None), [0.2, 0.4, 0.3, 0.1]),
@@ -113,6 +113,6 @@ def test_memory_does_not_grow(model, ids):
         ({"ids": torch.zeros(1, 0, dtype=torch.int64)}, r"ids must hold at least one token, got \[1, 0\]"),
     ],
 )
-def test_generation_mistakes_are_named_before_the_first_token(model, ids, keywords, message):
+def test_generation_errors_come_before_the_first_token(model, ids, keywords, message):
     with pytest.raises((ValueError, TypeError), match=f"^Decoder.generate: {message}$"):
         model.stream(**{"ids": ids, "max_new_tokens": 3} | keywords)

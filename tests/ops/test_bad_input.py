@@ -1,7 +1,7 @@
-"""Wrong arguments to the delta rules: what each kind gets, and that nothing has run by then.
+"""Invalid arguments to the delta rules: the error of each kind, raised before anything runs.
 
-A row of the table changes one legal call. The message must name the operator and the argument, say what is expected and
-what came; no launch of `kernels/table.py` may have been asked for.
+A row of the table changes one legal call. The message must name the operator, the argument, the expected and the actual
+value. No kernel module of `kernels/table.py` may have been looked up.
 """
 
 import math
@@ -42,7 +42,7 @@ def legal(op: Callable, packed: bool = False) -> dict[str, Any]:
 
 @pytest.fixture
 def launched(monkeypatch) -> list[str]:
-    """Stages asked for so far."""
+    """Stages looked up so far."""
     asked = []
     launches = table.kernel_module
 
@@ -571,7 +571,7 @@ def test_there_are_enough_kinds():
 
 
 @pytest.mark.parametrize("op", ALL, ids=lambda op: op.__name__)
-def test_unknown_keywords_are_pythons_own_error(op: Callable, launched: list[str]):
+def test_unknown_keywords_raise_type_error(op: Callable, launched: list[str]):
     strangers = ["head_first", "transpose_state_layout", "chunk_indices", "cu_seq_lens_q"]
     of_chunks = ["chunk_size", "max_splits", "disable_recompute", "cu_seqlens_cpu", "cp_context"]
     strangers += [] if op in CHUNK else of_chunks
@@ -605,11 +605,11 @@ def test_legal_widths_and_groups_are_not_refused(op: Callable):
         assert op(q, q, v)[0].shape == v.shape
 
 
-# --- contents, only when asked ---------------------------------------------------------------------------------------
+# --- contents, inside checked() --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", GATED, ids=lambda op: op.__name__)
-def test_checked_refuses_a_gate_that_grows(op: Callable, launched: list[str]):
+def test_checked_refuses_a_positive_gate(op: Callable, launched: list[str]):
     a = legal(op)
     a["g"][1, 3, 2] = 1e-3
     with (
@@ -624,7 +624,7 @@ def test_checked_refuses_a_gate_that_grows(op: Callable, launched: list[str]):
 
 
 @pytest.mark.parametrize("op", GATED, ids=lambda op: op.__name__)
-def test_checked_refuses_a_gate_that_is_no_number(op: Callable):
+def test_checked_refuses_a_nan_gate(op: Callable):
     a = legal(op)
     a["g"][1, 3, 2] = math.nan
     with wyfold.checked(), pytest.raises(ValueError, match=rf"{op.__name__}: g must be <= 0, .*got .* nan"):
@@ -651,7 +651,7 @@ def test_checked_reads_no_rows_past_the_last_boundary(op: Callable):
         assert op(**a)[0].isfinite().all()
 
 
-def test_checked_is_over_when_it_is_over():
+def test_checked_ends_with_its_context():
     a = legal(wyfold.chunk_gdn)
     a["g"].fill_(0.1)
     with wyfold.checked(), wyfold.checked():

@@ -1,4 +1,4 @@
-"""The chunk that is taken where none is asked for."""
+"""Default chunk sizes."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ from wyfold.runtime import triton_support
     ids=str,
 )
 def test_chunks_of_a_channel_gate_follow_its_kernels(architecture, dtype, K, V, group, expected, monkeypatch):
-    """The card's tensors stand for themselves: only what is asked of them."""
+    """Stubs replace tensors of the card: only the attributes that are read."""
     monkeypatch.setattr(triton_support, "architecture", lambda device: architecture)
     monkeypatch.setattr(triton_support, "support_of", lambda device: SimpleNamespace(proof="compiled"))
     q, v = (
@@ -34,8 +34,8 @@ def test_chunks_of_a_channel_gate_follow_its_kernels(architecture, dtype, K, V, 
 
 
 @pytest.mark.parametrize("channel_gate", [False, True])
-def test_the_chunk_is_found_where_widths_are_symbols(channel_gate):
-    """As in a compiled function whose widths changed once; a tensor of no card is not on the CPU either."""
+def test_the_chunk_size_is_found_for_symbolic_widths(channel_gate):
+    """Symbolic widths, as in a compiled function whose widths changed once; meta tensors are not on the CPU."""
 
     def chunk(q, v):
         return q.new_empty(best_chunk_size(q, v, channel_gate=channel_gate))

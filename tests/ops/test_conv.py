@@ -1,4 +1,4 @@
-"""`causal_conv1d`: against the token loop and its autograd, every option, promises at zero, refusals, registration."""
+"""`causal_conv1d`: the token loop and its autograd, options, bitwise guarantees, errors, registration."""
 
 import itertools
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def drawn(
     S: int | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> dict[str, Tensor]:
-    """Every tensor of a call; no state without S."""
+    """Every tensor of a call; without S no state."""
     tensors = {
         "x": torch.randn(B, T, D, dtype=dtype),
         "weight": torch.randn(D, W, dtype=dtype),
@@ -138,12 +138,12 @@ def test_second_order_raises():
         dx.sum().backward()
 
 
-# --- promises at zero ------------------------------------------------------------------------------------------------
+# --- bitwise guarantees ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", [None, "silu"])
-def test_packed_is_separate(dtype: torch.dtype, activation: str | None, threads: int):
+def test_packed_equals_separate_calls(dtype: torch.dtype, activation: str | None, threads: int):
     lengths = (700, 0, 1, 2, 3, 4, 513, 64)
     cu = torch.tensor([0, *lengths]).cumsum(0)
     tensors = drawn(T=sum(lengths) + 9, D=37, N=len(lengths), S=5, dtype=dtype)
@@ -178,7 +178,7 @@ def test_layout_is_its_boundaries():
     assert torch.equal(by_tensor[1], by_layout[1])
 
 
-def test_spare_rows_are_never_read_and_come_back_zero():
+def test_rows_past_the_last_boundary_are_never_read_and_return_zero():
     tensors = drawn(T=15, N=4, S=3)
     options = {"cu_seqlens": torch.tensor(CU), "activation": "silu", "output_final_state": True}
     (y, final), found = gradients(causal_conv1d, tensors, **options)
@@ -199,7 +199,7 @@ def test_spare_rows_are_never_read_and_come_back_zero():
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_not_finite_stays_in_its_sequence(bad: float):
+def test_non_finite_values_stay_in_their_sequence(bad: float):
     tensors = drawn(T=13, N=4, S=3)
     options = {"cu_seqlens": torch.tensor(CU), "activation": "silu", "output_final_state": True}
     (y, final), found = gradients(causal_conv1d, tensors, **options)
@@ -215,7 +215,7 @@ def test_what_is_not_finite_stays_in_its_sequence(bad: float):
 
 
 @pytest.mark.parametrize("cuts", [(1,), (3, 4), (9, 10, 11), tuple(range(1, 40))])
-def test_split_anywhere_is_whole(cuts: tuple[int, ...]):
+def test_a_call_split_anywhere_equals_one_call(cuts: tuple[int, ...]):
     tensors = drawn(B=2, T=40, D=11, dtype=torch.float32, S=3)
     x, weight, bias, residual, state = tensors.values()
     whole, last = causal_conv1d(**tensors, output_final_state=True, activation="silu")
@@ -305,7 +305,7 @@ def test_without_gradients_same_bits_and_inputs_untouched():
         assert torch.equal(t, before[name])
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------------------------------
 
 GOOD = {"x": torch.randn(1, 9, 4), "weight": torch.randn(4, 3)}
 CU9 = torch.tensor([0, 4, 9])
@@ -364,7 +364,7 @@ def test_unknown_keywords(keyword: str):
         causal_conv1d(**GOOD, **{keyword: None})
 
 
-# --- what explain says -----------------------------------------------------------------------------------------------
+# --- explain ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

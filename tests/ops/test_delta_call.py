@@ -1,4 +1,4 @@
-"""The three delta rules against their token loops: every option with every other, every length, every border.
+"""The three delta rules against their token loops: all pairs of options, every length, every border.
 
 Chunk and recurrent forms, all outputs, and all gradients against the autograd of the loop, in float64 to the bounds of
 `float64_bounds`. Other dtypes are judged by `reference.error`.
@@ -52,7 +52,7 @@ def boundaries(packing: Packing) -> torch.Tensor:
     return torch.tensor(packing.cu_seqlens, dtype=torch.int32)
 
 
-# --- every option with every other -----------------------------------------------------------------------------------
+# --- all pairs of options --------------------------------------------------------------------------------------------
 
 CHUNKED = ("chunk 16", "chunk 32", "chunk 64", "chunk", "recurrent")
 COMMON = {
@@ -88,7 +88,7 @@ GATES = {
 
 
 def pairwise(choices: dict[str, tuple]) -> Iterator[dict[str, Any]]:
-    """Cases in which each value of each choice meets each value of each other at least once, greedily."""
+    """Cases that cover every pair of values of two options, chosen greedily."""
     names = list(choices)
     wanted = {
         (a, i, b, j)
@@ -117,7 +117,7 @@ CASES = {rule: list(pairwise(COMMON | GATES[rule])) for rule in RULES}
 
 
 def arguments_of(rule: str, case: dict[str, Any], seed: int) -> tuple[str, dict[str, Any]]:
-    """Form and arguments of one case."""
+    """The form and the arguments of one case."""
     shape, gate = case["shape"], case.get("gate", "none")
     form = "fused_recurrent" if case["form"] == "recurrent" else "chunk"
     lengths = None
@@ -170,7 +170,7 @@ def arguments_of(rule: str, case: dict[str, Any], seed: int) -> tuple[str, dict[
 
 @pytest.mark.parametrize("tenth", range(10))
 @pytest.mark.parametrize("rule", RULES)
-def test_every_option_meets_every_other(rule: str, tenth: int, results, float64_bounds):
+def test_all_pairs_of_options(rule: str, tenth: int, results, float64_bounds):
     for seed, case in list(enumerate(CASES[rule]))[tenth::10]:
         form, a = arguments_of(rule, case, seed)
         wrt = [case["wrt"]] if isinstance(a.get(case["wrt"]), torch.Tensor) else None
@@ -178,7 +178,7 @@ def test_every_option_meets_every_other(rule: str, tenth: int, results, float64_
             wrt = []
         op = operator(rule, form)
         plain = results(op, a, ())
-        # What flows back: through o, through the final state alone, or through both.
+        # The incoming gradient: of o, of the final state, or of both.
         drawn = {name: inputs.incoming(plain[name], 7) for name in ("o", "state") if name in plain}
         fed = {name: drawn[name] for name in drawn if case["loss"] in (name, "both")} or {"o": drawn["o"]}
         meant = {name: x for name, x in a.items() if name not in CHUNK_ONLY}
@@ -210,9 +210,9 @@ def test_the_cases_cover_every_pair():
 
 @pytest.fixture(scope="module", params=RULES)
 def every_length(request: pytest.FixtureRequest, results) -> tuple[str, dict, dict, dict]:
-    """Rule, arguments, incoming gradients and truth, sequence b of the batch ending after EVERY_LENGTH[b] tokens.
+    """Rule, arguments, incoming gradients and truth; sequence b of the batch ends after EVERY_LENGTH[b] tokens.
 
-    One token loop serves all lengths: a token with no key, value, strength and decay leaves the state as it is.
+    One token loop covers all lengths: a token with zero key, value, strength and decay leaves the state unchanged.
     """
     rule, longest = request.param, EVERY_LENGTH[-1]
     ends = torch.tensor(EVERY_LENGTH)
@@ -233,7 +233,7 @@ def test_every_length(form: str, every_length, results, float64_bounds):
     options = {"chunk_size": int(size)} if size else {}
 
     def alone(found: dict, b: int, T: int) -> dict:
-        """What belongs to sequence b, without the tokens after its end."""
+        """The part of sequence b, without the tokens after its end."""
         of_states = ("state", "initial_state", "dinitial_state")
         rows = {name: x[b : b + 1] for name, x in found.items() if isinstance(x, torch.Tensor)}
         return found | {name: x if name in of_states else x[:, :T] for name, x in rows.items()}
@@ -254,7 +254,7 @@ def test_every_packing(name: str, rule: str, form: str, results, float64_bounds)
     truth = truth_of(results, rule, a)
     last = packing.cu_seqlens[-1]
     for x in [a["q"], a["k"], a["v"], a["beta"], *([a["g"]] if "g" in a else [])]:
-        x[:, last:] = torch.nan  # rows that belong to nobody are never read
+        x[:, last:] = torch.nan  # rows past the last boundary are never read
     got = results(operator(rule, form), a)
     agree(float64_bounds, got, truth)
     for name in ("o", "dq", "dk", "dv", "dbeta"):
@@ -285,12 +285,12 @@ def test_no_tokens(B: int, T: int, rule: str, form: str, results):
     assert torch.equal(got["dinitial_state"], inputs.incoming(got["state"], 1))
 
 
-# --- states between --------------------------------------------------------------------------------------------------
+# --- intermediate states-----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("every", [1, 3, 16, 48, 64, 100])
-def test_states_between_of_the_recurrent_form(every: int, rule: str, results, float64_bounds):
+def test_intermediate_states_of_the_recurrent_form(every: int, rule: str, results, float64_bounds):
     shape = Shape(1, 131, 1, 2, 8, 16)
     a = inputs.draw("random", rule, shape, state="normal", sequences=3, dtype=F64)
     a |= {"return_intermediate_states": True, "checkpoint_every": every, "output_final_state": True}
@@ -299,7 +299,7 @@ def test_states_between_of_the_recurrent_form(every: int, rule: str, results, fl
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_states_between_lie_where_the_layout_says(form: str, results):
+def test_intermediate_states_are_at_the_layouts_offsets(form: str, results):
     layout = SequenceLayout.from_lengths([70, 5, 0, 64, 33], tokens=180)
     a = inputs.draw("random", "gated_delta_rule", Shape(1, 180, 1, 1, 8, 8), state="normal", sequences=5)
     op = operator("gated_delta_rule", form)
@@ -315,7 +315,7 @@ def test_states_between_lie_where_the_layout_says(form: str, results):
     assert torch.equal(got[offsets[-1] :], torch.zeros_like(got[offsets[-1] :]))
 
 
-def test_states_between_carry_no_gradient():
+def test_intermediate_states_have_no_gradient():
     a = inputs.draw("random", "kda", Shape(1, 64, 1, 1, 8, 8))
     a["q"].requires_grad_()
     o, _, states = wyfold.chunk_kda(**a, return_intermediate_states=True)
@@ -328,7 +328,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def judged(name: str, got: torch.Tensor, truth: torch.Tensor):
-    """Wide arithmetic and one rounding: 16-bit results beside the truth rounded, float32 beside its target."""
+    """Judge 16-bit results by the rounded truth and float32 by its target: wide arithmetic and one rounding."""
     if got.dtype == torch.float32:
         row = {"initial_state": "h0"}.get(name[1:], name[1:])
         known = {"states": "state"}.get(name, f"d{row}" if name.startswith("d") else name)
@@ -368,7 +368,7 @@ def test_float64_in_float64_everywhere(rule: str, results):
         assert {x.dtype for x in got.values()} == {F64}
 
 
-# --- what is fed back, and what for ----------------------------------------------------------------------------------
+# --- incoming and requested gradients --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -418,11 +418,11 @@ def test_grouped_heads_are_copies_summed(rule: str, results, float64_bounds):
     agree(float64_bounds, grouped, spread)
 
 
-# --- what the field's users trip over --------------------------------------------------------------------------------
+# --- common pitfalls -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_boundaries_known_on_the_cpu_change_no_bit(rule: str, results):
+def test_cu_seqlens_cpu_changes_no_bit(rule: str, results):
     a = inputs.draw("random", rule, Shape(1, 90, 1, 2, 8, 8), state="normal", sequences=3)
     a |= {"cu_seqlens": torch.tensor([0, 33, 33, 80]), "output_final_state": True, "return_intermediate_states": True}
     without = results(operator(rule, "chunk"), a)
@@ -431,7 +431,7 @@ def test_boundaries_known_on_the_cpu_change_no_bit(rule: str, results):
         assert all(torch.equal(with_them[name], without[name]) for name in without)
 
 
-def test_boundaries_on_the_cpu_must_be_the_same():
+def test_cu_seqlens_cpu_must_equal_cu_seqlens():
     q = torch.randn(1, 20, 1, 8)
     long = torch.zeros(1, 20_000, 1, 8)
     with pytest.raises(ValueError, match="chunk_delta_rule: cu_seqlens_cpu must be int32 or int64"):
@@ -442,8 +442,8 @@ def test_boundaries_on_the_cpu_must_be_the_same():
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rule", RULES)
-def test_autocast_brings_q_k_and_v_together(rule: str, form: str):
-    """Inside autocast they come from layers that differ in dtype: norms leave float32, products the narrow one."""
+def test_autocast_casts_q_k_and_v_to_one_dtype(rule: str, form: str):
+    """Inside autocast q, k and v may differ in dtype: norms return float32, matrix products the narrow dtype."""
     op, (q, k) = operator(rule, form), torch.randn(2, 1, 20, 2, 8)
     v = torch.randn(1, 20, 2, 8).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
@@ -452,12 +452,12 @@ def test_autocast_brings_q_k_and_v_together(rule: str, form: str):
         with pytest.raises(ValueError, match="v must have the dtype of q, float64, got bfloat16"):
             op(q.double(), k.double(), v)
     assert torch.equal(o, op(q.bfloat16(), k.bfloat16(), v, use_qk_l2norm_in_kernel=True)[0])
-    assert wide.dtype == F64  # which PyTorch's own products leave alone too
+    assert wide.dtype == F64  # autocast does not cast float64 for PyTorch's matrix products either
     assert torch.equal(wide, op(q.double(), k.double(), v.double(), use_qk_l2norm_in_kernel=True)[0])
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_flags_that_promise_no_change_make_none(rule: str, results):
+def test_flags_that_change_no_bit(rule: str, results):
     a = inputs.draw("random", rule, Shape(2, 50, 1, 2, 8, 8), state="normal") | {"output_final_state": True}
     plain = results(operator(rule, "chunk"), a)
     for options in ({"disable_recompute": True}, {"batch_invariant": True}, {"backend": "eager"}):
@@ -476,7 +476,7 @@ def test_inputs_are_never_written(rule: str, form: str, results):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rule", RULES)
-def test_without_gradients_same_bits_and_nothing_kept(rule: str, form: str, results, monkeypatch):
+def test_without_gradients_same_bits_and_nothing_saved(rule: str, form: str, results, monkeypatch):
     a = inputs.draw("random", rule, Shape(1, 40, 1, 2, 8, 8), state="normal") | {"output_final_state": True}
     wanted = {name: x.requires_grad_() if name in ("q", "g") else x for name, x in a.items()}
     op = operator(rule, form)
@@ -504,7 +504,7 @@ def test_without_gradients_same_bits_and_nothing_kept(rule: str, form: str, resu
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rule", RULES)
-def test_v_first_states_are_k_first_states_turned(rule: str, form: str, results):
+def test_v_first_states_are_transposed_k_first_states(rule: str, form: str, results):
     a = inputs.draw("random", rule, Shape(2, 20, 1, 1, 8, 16), state="normal") | {"output_final_state": True}
     fed = {"o": inputs.incoming(a["v"], 1), "state": inputs.incoming(a["initial_state"], 2)}
     turned = a | {"initial_state": a["initial_state"].mT, "state_v_first": True}
@@ -516,7 +516,7 @@ def test_v_first_states_are_k_first_states_turned(rule: str, form: str, results)
 
 
 def test_a_number_may_change_in_a_compiled_function():
-    """To a compiler it is a symbol from the second one on."""
+    """The compiler makes a number symbolic from its second value on."""
     q, k, v = torch.randn(3, 1, 20, 2, 8).unbind()
 
     def call(scale: float) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""float64 beside narrower dtypes, for the delta rules: q sets the arithmetic, every gradient has its argument's dtype.
+"""Mixed dtypes with float64 for the delta rules: q sets the arithmetic, a gradient has its argument's dtype.
 
-Both ways round: gate, write strength and gate parameters wider than the tokens, and narrower than float64 tokens.
+Both cases: gate, write strength and gate parameters wider than the tokens, and narrower than float64 tokens.
 """
 
 from typing import Any
@@ -46,7 +46,7 @@ def in_float64(a: dict[str, Any]) -> dict[str, Any]:
 
 
 def judged(name: str, got: Tensor, truth: Tensor) -> Verdict:
-    """16 bits beside the truth rounded once; float32, and a float64 gradient of float32 arithmetic, by its target."""
+    """Judge 16 bits by the truth rounded once; float32, and float64 gradients of float32 arithmetic, by the target."""
     if got.dtype in (torch.bfloat16, torch.float16):
         return judge(got, truth, truth.to(got.dtype), name=name, per_token=got.ndim == 3)
     row = {"dinitial_state": "dh0"}.get(name, name)

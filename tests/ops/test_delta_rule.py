@@ -1,4 +1,4 @@
-"""DeltaNet's own promises: exact answers, contractions that return, no gate; and the catalogue of hard keys."""
+"""DeltaNet: exact results, reflections, no gate argument; and the catalogue of hard keys for all rules."""
 
 import itertools
 
@@ -20,11 +20,11 @@ def form(request: pytest.FixtureRequest):
     return FORMS[request.param]
 
 
-# --- answers that are exactly representable --------------------------------------------------------------------------
+# --- exactly representable results ----------------------------------------------------------------------------------
 
 
 def last_written(k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
-    """[HV, K, V]: under each one-hot key the value last written with strength 1, by lookup, not by arithmetic."""
+    """[HV, K, V] value last written with strength 1 under each one-hot key, found by lookup."""
     group = v.shape[1] // k.shape[1]
     state = torch.zeros(v.shape[1], k.shape[2], v.shape[2], dtype=v.dtype)
     for t in range(v.shape[0]):
@@ -60,7 +60,7 @@ def test_strength_zero_writes_nothing(form, results):
     assert torch.equal(got["dv"], torch.zeros_like(got["dv"]))
 
 
-def test_a_reflection_twice_is_none(form, float64_bounds):
+def test_two_equal_reflections_cancel(form, float64_bounds):
     """Unit key, strength 2, the same pair twice: S returns to its start."""
     a = inputs.draw("beta 2", "delta_rule", Shape(1, 1, 1, 2, 16, 8), state="normal", dtype=torch.float64)
     twice = {name: x if name == "initial_state" else x.repeat_interleave(2, 1) for name, x in a.items()}
@@ -93,7 +93,7 @@ def test_a_gate_is_an_unknown_argument(form):
         form(**a)
 
 
-# --- hard keys and strengths, by all three rules ---------------------------------------------------------------------
+# --- hard keys and strengths, for all three rules ---------------------------------------------------------------------
 
 KEYS = ("normal", "positive", "identical", "near-identical", "two clusters", "rank 4", "vocabulary")
 BETAS = ("half", ".835", "one", "two")
@@ -110,7 +110,7 @@ def single_target(name: str, beta: str = "") -> float:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("keys", KEYS)
 def test_correlated_keys(keys: str, rule: str, results, float64_bounds):
-    """84 combinations, four strengths to a batch: to the bounds in float64, and finite and close in float32."""
+    """84 combinations, four strengths per batch: within the float64 bounds, and finite and close in float32."""
     shape = Shape(4, 48, 1, 1, 16, 8)
     a = inputs.draw("random", rule, shape, keys=keys, gate=RULES[rule], state="normal")
     a["k"] = a["k"][:1].expand(4, -1, -1, -1)  # the same hard keys, four strengths

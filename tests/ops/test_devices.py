@@ -1,7 +1,6 @@
-"""Tensors on CUDA: every operator takes a demand, serves them under it, and without kernels refuses them unasked.
+"""Tensors on CUDA: every operator honours `backend=`, and without kernels refuses calls that do not demand eager.
 
-No card is needed: under PyTorch's fake tensors a call is checked, planned and traced with the device it was given, and
-nothing is computed.
+No card is needed: with PyTorch's fake tensors a call is checked, planned and traced, and nothing is computed.
 """
 
 import inspect
@@ -25,7 +24,7 @@ SHAPE = Shape(2, 40, 1, 2, 8, 16)
 
 
 def on_cuda(value):
-    """A tensor's like on CUDA; under fake tensors alone."""
+    """A fake CUDA tensor with the shape and dtype of x."""
     return torch.empty(value.shape, dtype=value.dtype, device="cuda") if isinstance(value, torch.Tensor) else value
 
 
@@ -40,14 +39,14 @@ def test_every_operator_is_called_here():
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_every_operator_takes_a_demand(name: str):
+def test_every_operator_accepts_a_backend(name: str):
     backend = inspect.signature(getattr(wyfold, name)).parameters["backend"]
     assert (backend.kind, backend.default) == (backend.KEYWORD_ONLY, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPERATOR_SPECS)
-def test_without_kernels_eager_serves_cuda_when_asked_and_then_alone(name: str, dtype: torch.dtype, monkeypatch):
+def test_without_kernels_only_a_demanded_eager_runs_on_cuda(name: str, dtype: torch.dtype, monkeypatch):
     monkeypatch.setattr(
         triton_support,
         "support_of",
@@ -68,7 +67,7 @@ def test_without_kernels_eager_serves_cuda_when_asked_and_then_alone(name: str, 
 
 
 @pytest.mark.parametrize("name", OPERATOR_SPECS)
-def test_what_is_not_there_is_refused_by_name(name: str):
+def test_unknown_backends_are_refused_by_name(name: str):
     operator = getattr(wyfold, OPERATOR_SPECS[name].operator)
     arguments = OPERATOR_SPECS[name].arguments(SHAPE, torch.float32, 0)
     with pytest.raises(UnsupportedError, match=r"backend='triton' cannot serve this call on cpu"):

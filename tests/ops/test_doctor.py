@@ -1,4 +1,4 @@
-"""The doctor's report: every operator, who serves it, why the others do not, and what the machine has."""
+"""`doctor`: the backend of every operator, the reasons against the others, and the machine's properties."""
 
 import importlib.util
 import inspect
@@ -16,12 +16,12 @@ QUESTIONS = {"checked", "doctor", "explain"}
 
 
 def operators() -> set[str]:
-    """Public operators under their own names; `chunk_gdn` and its kin are second names of the same functions."""
+    """Public operators by name, without aliases such as `chunk_gdn`."""
     found = {getattr(wyfold, name) for name in wyfold.__all__ if name not in QUESTIONS}
     return {function.__name__ for function in found if inspect.isfunction(function)}
 
 
-def test_every_operator_is_there_with_its_backend_and_the_others_reasons():
+def test_every_operator_is_listed_with_its_backend_and_reasons():
     services = {s.operator: s for s in wyfold.doctor().services if s.device == "cpu"}
     assert set(services) == operators()
     for service in services.values():
@@ -32,7 +32,7 @@ def test_every_operator_is_there_with_its_backend_and_the_others_reasons():
         assert "stand in for" in service.refused["gluon"]
 
 
-def test_what_it_says_is_what_runs():
+def test_the_reported_backend_runs():
     services = {s.operator: s for s in wyfold.doctor().services if s.device == "cpu"}
     q = torch.empty(1, 16, 1, 16)
     plan = wyfold.explain(wyfold.chunk_delta_rule, q, q, q)
@@ -42,7 +42,7 @@ def test_what_it_says_is_what_runs():
     )
 
 
-def test_a_device_nobody_serves_is_refused_with_reasons(monkeypatch):
+def test_an_unsupported_device_is_reported_with_reasons(monkeypatch):
     monkeypatch.setattr(table, "ENTRIES", ())
     monkeypatch.setattr(table, "_choose_cached", table._choose)
     service = next(s for s in wyfold.doctor().services if s.operator == "chunk_kda")
@@ -57,7 +57,7 @@ def test_settings_are_read_when_asked():
     assert wyfold.doctor().settings["threads"] == 2
 
 
-def test_a_missing_extra_comes_with_the_line_that_installs_it(monkeypatch):
+def test_a_missing_extra_comes_with_its_install_command(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "rich" else found(name, *rest))
     assert wyfold.doctor().extras["rich"] == 'not installed; pip install "wyfold[cli]"'
@@ -78,8 +78,8 @@ def test_a_torch_older_than_supported_is_named(version: str, bad: bool, monkeypa
         ("4.0.0", "", "refused: Triton 4.0.0 is not in the table"),
     ],
 )
-def test_a_card_says_what_is_known_of_the_kernels_on_it(version: str, proof: str, said: str, monkeypatch):
-    """Beside its name and architecture, and as what every stage's kernels rest on."""
+def test_a_card_is_reported_with_the_status_of_its_kernels(version: str, proof: str, said: str, monkeypatch):
+    """Next to its name and architecture, and as the evidence for every stage's kernels."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name="a card", total_memory=2**37)
@@ -97,7 +97,7 @@ def test_a_card_says_what_is_known_of_the_kernels_on_it(version: str, proof: str
     assert card["triton"] in str(report)
 
 
-def test_without_a_card_the_kernels_rest_on_nothing_here(monkeypatch):
+def test_without_a_card_the_kernels_have_no_evidence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(triton_support, "support_of", lambda device: triton_support.Support("", "", "", "no card"))
     assert wyfold.doctor().cells["scan"]["triton"] == "no card"

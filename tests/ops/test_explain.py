@@ -1,4 +1,4 @@
-"""`explain` answers with the plan of the very call, runs nothing, and refuses what the call would refuse."""
+"""`explain` returns the plan of the call, runs nothing, and raises the errors of the call."""
 
 import threading
 
@@ -27,8 +27,8 @@ def meta(*size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.__name__)
-def test_what_would_run(op, monkeypatch):
-    monkeypatch.setattr(pipeline, "_forward_op", None)  # whoever calls it fails
+def test_plans(op, monkeypatch):
+    monkeypatch.setattr(pipeline, "_forward_op", None)  # a call would fail
     q = torch.randn(2, 50, 2, 16)
     plan = explain(op, q, q, q)
     recurrent = op.__name__.startswith("fused")
@@ -47,13 +47,13 @@ def test_what_would_run(op, monkeypatch):
         assert row in str(plan)
 
 
-def test_meta_tensors_do_and_sizes_do_not_cost():
+def test_meta_tensors_suffice_and_size_is_free():
     q = meta(1, 1_000_000, 64, 128)
     assert explain(wyfold.chunk_gdn, q, q, q, meta(1, 1_000_000, 64), chunk_size=32).chunk_size == 32
 
 
 def test_the_plan_is_the_one_that_runs(monkeypatch):
-    """Same tensors, the plan as explained and as settled on by the call itself."""
+    """The explained plan equals the plan of the call on the same tensors."""
     seen = []
     monkeypatch.setattr(table, "announce_plan", lambda plan: seen.append(plan) or plans.announce_plan(plan))
     q = torch.randn(1, 40, 2, 16)
@@ -65,7 +65,7 @@ def test_the_plan_is_the_one_that_runs(monkeypatch):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("op", (wyfold.chunk_kda, wyfold.fused_recurrent_kda), ids=lambda op: op.__name__)
-def test_the_number_of_parts_bounds_what_is_cut(op, packed: bool, monkeypatch):
+def test_the_number_of_parts_bounds_the_actual_parts(op, packed: bool, monkeypatch):
     monkeypatch.setattr(workspace, "WORKSPACE_BYTES", 1)
     cut = []
     parts = workspace.parts
@@ -74,12 +74,12 @@ def test_the_number_of_parts_bounds_what_is_cut(op, packed: bool, monkeypatch):
     options = {"cu_seqlens": torch.tensor([0, 100, 100, 690])} if packed else {}
     promised = explain(op, q, q, q, **options).parts
     op(q, q, q, **options)
-    # A packed call promises from sizes alone, whatever the boundaries say.
+    # For a packed call the number follows from sizes alone, for any boundaries.
     assert 1 < len(cut[0]) <= promised <= len(cut[0]) + (1 if packed else 0)
     assert explain(op, q[:, :0], q[:, :0], q[:, :0]).parts == 0
 
 
-def test_what_the_call_would_refuse():
+def test_errors_of_the_call():
     q = torch.randn(1, 40, 2, 16)
     with pytest.raises(ValueError, match=r"chunk_kda: k must be \[B, T, H, K\]"):
         explain(wyfold.chunk_kda, q, q[:, :7], q)
@@ -91,8 +91,8 @@ def test_what_the_call_would_refuse():
     assert "stand in for" in str(refused.value)
 
 
-def test_explaining_refuses_what_the_call_refuses():
-    """Also what a call looks at last."""
+def test_explain_raises_the_calls_late_errors():
+    """Including the errors that a call checks last."""
     q, w = torch.randn(1, 3, 1, 8), torch.ones(1, 8)
     for op, arguments in (
         (wyfold.chunk_kda, {"q": q, "k": q, "v": q, "scale": "1"}),
@@ -105,7 +105,7 @@ def test_explaining_refuses_what_the_call_refuses():
 
 
 def test_a_batch_of_single_tokens_is_one_part():
-    """Decoding: rows are cut apart only where their chunks would not fit the workspace together."""
+    """Decoding: a batch is split into parts only if its chunks exceed the workspace."""
     q = torch.empty(32, 1, 8, 64, device="meta")
     assert explain(wyfold.fused_recurrent_kda, q, q, q).parts == 1
     assert explain(wyfold.chunk_kda, q, q, q).parts == 1
@@ -115,7 +115,7 @@ def test_only_operators_have_a_plan():
     with pytest.raises(TypeError, match="explain: op must be an operator of wyfold"):
         explain(torch.add, torch.ones(1), torch.ones(1))
     q = torch.randn(1, 3, 1, 8)
-    assert wyfold.chunk_delta_rule(q, q, q)[0].isfinite().all()  # and explaining is over
+    assert wyfold.chunk_delta_rule(q, q, q)[0].isfinite().all()  # explain's state has been reset
 
 
 def test_explaining_in_one_thread_leaves_calls_in_others_alone():

@@ -1,4 +1,4 @@
-"""GDN's own promises: its gate, extreme or in the kernel, and what it is when the gate does nothing."""
+"""GDN: extreme gates, the gate in the kernel, and equality with DeltaNet for a zero gate."""
 
 import pytest
 import torch
@@ -62,8 +62,8 @@ def test_every_gate(gate: str, rule: str, results, float64_bounds):
 @pytest.mark.parametrize("gate", ("-5", "-20", "-88", "-1e3"))
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("form", FORMS)
-def test_the_gradient_of_a_strong_gate_is_relatively_right(form: str, rule: str, gate: str, results):
-    """After a strong gate the true dg is tiny; signed sums would leave rounding of large terms there."""
+def test_the_gradient_of_a_strong_gate_is_relatively_accurate(form: str, rule: str, gate: str, results):
+    """After a strong gate the true dg is tiny; signed sums would leave the rounding errors of large terms."""
     a = inputs.draw("random", rule, Shape(1, 64, 1, 1, 16, 16), gate=gate, keys="normal")
     truth = results(getattr(reference, rule), {name: x.double() for name, x in a.items()}, ["g"])["dg"]
     got = results(operator(rule, form), a, ["g"])["dg"]
@@ -83,7 +83,7 @@ def test_a_reset_forgets_and_has_no_gradient(at: int, rule: str, form: str, dtyp
     got = results(operator(rule, form), a, output_final_state=True)
     assert torch.equal(got["dg"][:, at], torch.zeros_like(got["dg"][:, at]))
     assert all(x.isfinite().all() for x in got.values())
-    # Nothing before reaches anything after: other values before, another state, the same bits from here on.
+    # Nothing before the reset affects anything after: other values and states before it, the same bits after it.
     other = dict(a)
     for name in ("v", "q", "k"):
         other[name] = torch.cat([a[name][:, :at].flip(1) * 3, a[name][:, at:]], 1)
@@ -95,8 +95,8 @@ def test_a_reset_forgets_and_has_no_gradient(at: int, rule: str, form: str, dtyp
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("form", FORMS)
-def test_logits_far_out(form: str, rule: str, results, float64_bounds):
-    """Gate logits of +-50 and beyond in the kernel: finite, right, and no gradient where the gate is flat."""
+def test_extreme_gate_logits(form: str, rule: str, results, float64_bounds):
+    """Gate logits of +-50 and beyond in the kernel: finite, accurate, and without gradient where the gate is flat."""
     a = inputs.draw("random", rule, Shape(1, 40, 1, 2, 8, 8), gate="model", state="normal", dtype=F64)
     a["g"] = 50 * a["g"].sign() * (1 + a["g"].abs())
     a["output_final_state"] = True
@@ -121,7 +121,7 @@ def test_a_rate_of_any_shape(shape: tuple[int, ...], form: str, results):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rule", RULES)
 def test_parameter_gradients_sum_over_batch_and_tokens(rule: str, form: str, results, float64_bounds):
-    """Also where parts add to them one after another, and where a sequence's padding must not."""
+    """Including sums over several parts, and sequences with padding, which must not contribute."""
     a = inputs.draw("random", rule, Shape(3, 37, 1, 2, 8, 8), gate="model", dtype=F64)
     whole = results(operator(rule, form), a)
     one_by_one = []

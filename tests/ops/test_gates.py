@@ -1,4 +1,4 @@
-"""Gates and write strengths: against the reference and its autograd, promises at zero, refusals, registration."""
+"""Gates and write strengths: the reference and its autograd, bitwise guarantees, errors, registration."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ CALLS = {
 
 
 def drawn(name: str, lead: tuple[int, ...] = (2, 5), size: float = 3.0, dtype: torch.dtype = torch.float64):
-    """Every tensor that a call takes."""
+    """All tensor arguments of a call."""
     if name.startswith("beta"):
         return {"x": (size * torch.randn(*lead, HV)).to(dtype)}
     channels = (HV,) if name == "gdn" else (HV, K)
@@ -62,7 +62,7 @@ def test_value_and_gradients(name: str, lead: tuple[int, ...], size: float, floa
 
 @pytest.mark.parametrize("name", [name for name in CALLS if not name.startswith("beta")])
 @pytest.mark.parametrize("left_out", [("A_log",), ("dt_bias",), ("A_log", "dt_bias")])
-def test_parameters_left_out(name: str, left_out: tuple[str, ...], float64_bounds):
+def test_omitted_parameters(name: str, left_out: tuple[str, ...], float64_bounds):
     tensors = {key: t for key, t in drawn(name).items() if key not in left_out}
     against_reference(float64_bounds, name, tensors)
 
@@ -91,7 +91,7 @@ def test_a_gradient_does_not_depend_on_which_others_are_wanted(name: str, wanted
 
 @pytest.mark.parametrize("name", ["gdn", "kda"])
 def test_infinite_input_is_a_reset_without_gradient_trouble(name: str):
-    """+inf gives -inf, unfloored; where nothing flows back, no NaN comes out."""
+    """+inf gives -inf, not floored; without an incoming gradient no NaN results."""
     ours, _, _ = CALLS[name]
     tensors = drawn(name, dtype=torch.float32)
     tensors["g"][0, 2] = torch.inf
@@ -150,7 +150,7 @@ def test_beta_dtypes(dtype: torch.dtype):
     assert torch.equal(fused_beta_sigmoid(x), fused_beta_sigmoid(x.to(wide)))
 
 
-# --- promises at zero ------------------------------------------------------------------------------------------------
+# --- bitwise guarantees ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -201,7 +201,7 @@ def test_without_gradients_same_bits_and_inputs_untouched(name: str):
         assert torch.equal(t, before[key])
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------------------------------
 
 GDN, KDA, LOGIT = {"g": torch.zeros(2, 5, HV)}, {"g": torch.zeros(2, 5, HV, K)}, {"x": torch.zeros(2, 5, HV)}
 REFUSED = {

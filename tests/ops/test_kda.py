@@ -1,4 +1,4 @@
-"""KDA's own promises: the gate per channel, its bounds, and what it is when channels agree."""
+"""KDA: the gate per channel, its bounds, and equality with GDN for equal channels."""
 
 import itertools
 
@@ -76,7 +76,7 @@ def test_the_bounded_gate(bound: float, form, results, float64_bounds):
         agree(float64_bounds, results(form, a), results(reference.kda, a))
 
 
-def test_raised_gates_have_no_gradient_and_the_bound_itself_has(form, results):
+def test_clamped_gates_have_no_gradient_and_the_bound_has_one(form, results):
     a = inputs.draw("random", "kda", Shape(1, 40, 1, 1, 8, 8), gate="bound reached", dtype=F64)
     a["g"][:, 10:20] = -7.0
     got = results(form, a, ["g"], safe_gate=True)["dg"]
@@ -84,7 +84,7 @@ def test_raised_gates_have_no_gradient_and_the_bound_itself_has(form, results):
     assert (got[:, 20:30][a["g"][:, 20:30] == -5.0] != 0).all()
 
 
-def test_a_raised_gate_is_the_bound_bit_for_bit(form, results):
+def test_a_clamped_gate_equals_the_bound_bit_for_bit(form, results):
     a = inputs.draw("random", "kda", Shape(1, 40, 1, 1, 8, 8), gate="any")
     for bound in (-5.0, -1.0):
         raised = a | {"g": a["g"].clamp(min=bound)}
@@ -103,7 +103,7 @@ def test_a_bias_of_either_shape(flat: bool, form, results):
 
 
 def test_one_dead_channel_leaves_the_others_alone(form, results):
-    """A channel that forgets everything contributes what its own token wrote; the others keep their bits."""
+    """A channel reset at every token holds only the current token's write; the others keep their bits."""
     a = inputs.draw("random", "kda", Shape(1, 40, 1, 1, 8, 8), state="normal", dtype=F64)
     a["k"][..., 0] = 0
     dead = a | {"g": a["g"].clone()}

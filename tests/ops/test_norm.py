@@ -1,4 +1,4 @@
-"""`l2norm` and `rms_norm_gated`: against the reference and its autograd, promises at zero, refusals, registration."""
+"""`l2norm` and `rms_norm_gated`: the reference and its autograd, bitwise guarantees, errors, registration."""
 
 import itertools
 from collections.abc import Callable
@@ -110,7 +110,7 @@ def test_rms_norm_gated_dtypes(dtype: torch.dtype, others: torch.dtype, before: 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounding_before_the_weight(dtype: torch.dtype):
-    """With a gate that is exactly one half, rounding first is `weight * (rounded norm)`, bit for bit, and differs."""
+    """With a gate of exactly one half, rounding first gives `weight * (rounded norm)` bit for bit, and differs."""
     x, weight = torch.randn(50, 64).to(dtype), torch.randn(64)
     zero = torch.zeros(50, 64)
     first, last = (
@@ -121,11 +121,11 @@ def test_rounding_before_the_weight(dtype: torch.dtype):
     assert not torch.equal(first, last)
 
 
-# --- promises at zero ------------------------------------------------------------------------------------------------
+# --- bitwise guarantees ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", [8, 100, 128, 1024])
-def test_a_row_does_not_depend_on_the_rows_around_it(width: int, threads: int):
+def test_a_row_does_not_depend_on_other_rows(width: int, threads: int):
     tensors = drawn((400, width), dtype=torch.float32)
     y, found = gradients(rms_norm_gated, tensors)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).float()
@@ -179,7 +179,7 @@ def test_without_gradients_same_bits_and_inputs_untouched():
         assert torch.equal(t, before[name])
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------------------------------
 
 X = torch.randn(2, 3, 8)
 L2_REFUSED = {

@@ -1,4 +1,4 @@
-"""The short convolution in a pool: `causal_conv1d` bit for bit, and no other slot is touched."""
+"""Short convolution with a pool: `causal_conv1d` bit for bit, and other slots unchanged."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ LIVE = [0, 1, 3]
 
 
 def drawn(device: torch.device, S: int, *, turned: bool, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Four sequences, one of them skipped, and a pool whose other slots are NaN."""
+    """Four sequences, one of them skipped, and a pool whose unused slots are NaN."""
     x, weight, bias = torch.randn(4, T, D).to(dtype), torch.randn(D, W), torch.randn(D)
     state, pool = torch.randn(4, D, W - 1).to(dtype), torch.full((9, D, S), torch.nan, dtype=dtype)
     slots = torch.tensor(SLOTS, dtype=torch.int32)
@@ -28,7 +28,7 @@ def drawn(device: torch.device, S: int, *, turned: bool, dtype: torch.dtype = to
 
 
 def whole(a: dict[str, Any], rows: slice | Tensor, x: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    """The differentiable call."""
+    """`causal_conv1d` of the same inputs."""
     y, left = wyfold.causal_conv1d(
         x, a["weight"], a["bias"], initial_state=a["state"][rows], output_final_state=True, activation="silu",
         backend=backend,
@@ -42,7 +42,7 @@ def others(pool: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("S, turned", [(3, False), (6, True)])
-def test_token_by_token_and_at_once(S: int, turned: bool, backend: str, device: torch.device):
+def test_token_by_token_and_in_one_call(S: int, turned: bool, backend: str, device: torch.device):
     a = drawn(device, S, turned=turned)
     expected, left = whole(a, slice(None), a["x"], backend)
     filter_of = {"state_indices": a["slots"], "activation": "silu", "backend": backend}
@@ -58,8 +58,8 @@ def test_token_by_token_and_at_once(S: int, turned: bool, backend: str, device: 
         assert others(pool).isnan().all()
 
 
-def test_drafts_are_left_behind_by_their_number(backend: str, device: torch.device):
-    """After n drafted tokens of which k were accepted, the next ones find the inputs of k tokens."""
+def test_rejected_drafts_are_skipped_by_their_number(backend: str, device: torch.device):
+    """After n drafted tokens of which k were accepted, the next call continues from the inputs of k tokens."""
     a = drawn(device, W - 1 + 2, turned=False, dtype=torch.float16)
     filter_of = {"state_indices": a["slots"], "activation": "silu", "backend": backend}
     y = serving.conv1d_update(a["x"][:, :3], a["pool"], a["weight"], a["bias"], **filter_of)
@@ -77,7 +77,7 @@ def test_drafts_are_left_behind_by_their_number(backend: str, device: torch.devi
         assert others(pool).isnan().all()
 
 
-def test_packed_rows_fresh_ones_and_empty_ones(backend: str, device: torch.device):
+def test_packed_new_and_empty_sequences(backend: str, device: torch.device):
     a = drawn(device, W - 1 + 2, turned=False)
     lengths, given = (2, 0, 1, 3), torch.tensor([True, True, True, False], device=device)
     cu = torch.tensor([0, 2, 2, 3, 6], device=device)
@@ -100,8 +100,8 @@ def test_packed_rows_fresh_ones_and_empty_ones(backend: str, device: torch.devic
         assert torch.equal(pool[2, :, : W - 1], a["pool"][2, :, : W - 1]) and others(pool).isnan().all()
 
 
-def test_slots_flags_and_counts_that_lie_apart(backend: str, device: torch.device):
-    """Columns of a table mean what they hold."""
+def test_strided_slots_flags_and_counts(backend: str, device: torch.device):
+    """Columns of a table are read with their strides."""
     a = drawn(device, W - 1 + 2, turned=False)
     given = torch.tensor([True, False, True, True], device=device)
     accepted = torch.tensor([3, 1, 2, 2], device=device)
@@ -134,20 +134,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(name: str):
+def test_errors(name: str):
     given, message = REFUSED[name]
     call = {"x": torch.randn(2, 8), "pool": torch.zeros(3, 8, 3), "weight": torch.randn(8, 4)} | given
     with pytest.raises(ValueError, match=f"^conv1d_update: {message}"):
         serving.conv1d_update(**call)
 
 
-def test_checked_looks_into_the_slots():
+def test_checked_refuses_repeated_slots():
     call = {"x": torch.randn(2, 8), "pool": torch.zeros(3, 8, 3), "weight": torch.randn(8, 4)}
     with wyfold.checked(), pytest.raises(ValueError, match="conv1d_update: state_indices must hold distinct slots"):
         serving.conv1d_update(**call, state_indices=torch.tensor([1, 1]))
 
 
-def test_what_would_run(backend: str, device: torch.device):
+def test_explain(backend: str, device: torch.device):
     a = drawn(device, 3, turned=False)
     for op, launches in ((serving.conv1d_update, ["conv_pool"]), (serving.conv1d_prefill, ["state_pool", "conv"])):
         plan = wyfold.explain(op, a["x"][:, :1], a["pool"], a["weight"], backend=backend)

@@ -1,5 +1,7 @@
-"""Serving: a pool of states in place, on both backends. A decoded token has the bits of the differentiable call, whose
-errors are tested where it is; so everything here is at tolerance zero."""
+"""Serving: states in a pool, updated in place, on both backends.
+
+A decoded token has the bits of the differentiable call, whose accuracy is tested elsewhere. All tolerances are zero.
+"""
 
 import contextlib
 from typing import Any
@@ -26,7 +28,7 @@ def rule(request: pytest.FixtureRequest) -> str:
 def drawn(
     rule: str, device: torch.device, backend: str, N: int = 4, T: int = 1, K: int = 16, V: int = 24, **more: Any
 ) -> Call:
-    """Tokens and what they are called with; norm, gate and logits inside unless drawn otherwise."""
+    """Tokens and options of a call; norm, gate and sigmoid in the kernel unless drawn otherwise."""
     given = {"gate": None if rule == "delta_rule" else "model", "beta": "logits", "state": "none"} | more
     a = {"g": None} | inputs.draw("random", rule, Shape(N, T, 1, 2, K, V), **given)
     a |= {"use_qk_l2norm_in_kernel": True, "backend": backend}
@@ -61,7 +63,7 @@ def index(*numbers: int, device: torch.device, dtype: torch.dtype = torch.int32)
 @pytest.mark.parametrize("v_first", [False, True], ids=["K first", "V first"])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 def test_decode_is_the_recurrent_call_in_place(rule: str, stored: torch.dtype, v_first: bool, backend: str, device):
-    """Of every row, wherever its slot lies; other slots, NaN for that matter, are not touched."""
+    """For every row, in any slot; other slots, here NaN, are unchanged."""
     a = drawn(rule, device, backend, dtype=torch.float16)
     before = a_pool(device, v_first=v_first, dtype=stored)
     before[5:] = torch.nan
@@ -75,7 +77,7 @@ def test_decode_is_the_recurrent_call_in_place(rule: str, stored: torch.dtype, v
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_heads_of_128_channels_in_bfloat16(rule: str, dtype: torch.dtype, backend: str, device):
-    """Which have a kernel of their own for one token: its bits are the recurrent call's, and those of a draft."""
+    """They have a separate kernel for one token, with the bits of the recurrent call and of a draft."""
     a = drawn(rule, device, backend, N=5, K=128, V=128, dtype=dtype)
     before = torch.randn(7, 2, 128, 128).to(device, torch.bfloat16)
     before[5:] = torch.nan
@@ -119,8 +121,8 @@ def test_decode_takes_the_options_of_the_recurrent_call(name: str, backend: str,
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_drafts_and_prompts_take_them_too(name: str, backend: str, device):
-    """Whatever the gate, a token is drafted as it is trained on token by token, and a prompt is read as in chunks."""
+def test_verify_and_prefill_take_the_same_options(name: str, backend: str, device):
+    """With every gate, `verify` equals the recurrent form and `prefill` the chunk form."""
     drawn_with, given = OPTIONS[name]
     a = drawn("kda", device, backend, N=2, T=3, **drawn_with) | given
     before, columns = a_pool(device), torch.arange(6, device=device).view(2, 3)
@@ -135,7 +137,7 @@ def test_drafts_and_prompts_take_them_too(name: str, backend: str, device):
 
 
 def test_a_checkpoint_that_is_not_reached_is_not_stored(backend: str, device):
-    """Its row may name any slot: rows are as many as a packing could fill."""
+    """Its row may hold any slot: there are as many rows as a full packing needs."""
     a, pool, between = drawn("gated_delta_rule", device, backend, N=1, T=130), a_pool(device), a_pool(device, 5)
     before = between.clone()
     serving.prefill(
@@ -148,7 +150,7 @@ def test_a_checkpoint_that_is_not_reached_is_not_stored(backend: str, device):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_a_skipped_sequence_stores_no_checkpoint(packed: bool, backend: str, device):
-    """Nor does its skipping move those of the others."""
+    """The checkpoints of other sequences keep their rows."""
     a, pool, between = drawn("kda", device, backend, N=3, T=64), a_pool(device), a_pool(device, 5)
     call = {"state_v_first": False, "checkpoint_every": 64, "checkpoint_pool": between}
     where = index(4, 0, 2, device=device)
@@ -163,7 +165,7 @@ def test_a_skipped_sequence_stores_no_checkpoint(packed: bool, backend: str, dev
 
 
 def test_rows_and_slots_permuted(rule: str, backend: str, device):
-    """Neither a row's place nor its slot's number changes a bit."""
+    """Neither the order of rows nor the numbers of slots change a bit."""
     a, before = drawn(rule, device, backend), a_pool(device)
     slots, rows = index(7, 2, 0, 5, device=device).long(), torch.tensor([2, 0, 3, 1], device=device)
     first, second = before.clone(), before.flip(0).contiguous()
@@ -189,8 +191,8 @@ def test_skipped_rows_read_and_write_nothing(pad: int, rule: str, backend: str, 
     assert pool[[0, 8]].isnan().all() and torch.equal(pool[[1, 2, 3, 5, 7]], before[[1, 2, 3, 5, 7]])
 
 
-def test_fresh_rows_and_other_slots(rule: str, backend: str, device):
-    """A row that has no state yet starts from zeros whatever lies in its slot; a state may go elsewhere, or nowhere."""
+def test_new_sequences_and_output_slots(rule: str, backend: str, device):
+    """A new sequence starts from zeros and ignores its slot; a state may be written to another slot or to none."""
     a, pool = drawn(rule, device, backend), a_pool(device)
     pool[1] = torch.nan
     before = pool.clone()
@@ -206,8 +208,8 @@ def test_fresh_rows_and_other_slots(rule: str, backend: str, device):
     assert torch.equal(pool[untouched], before[untouched])
 
 
-def test_one_row_of_tokens_and_strided_ones(rule: str, backend: str, device):
-    """[1, N, ..] means [N, 1, ..]; views of a projection and slots that lie apart mean what they hold."""
+def test_one_row_of_tokens_and_strided_tokens(rule: str, backend: str, device):
+    """[1, N, ..] means [N, 1, ..]; views of a projection and strided slots are read with their strides."""
     a, before = drawn(rule, device, backend), a_pool(device)
     pool = before.clone()
     o = serving.decode(**a, pool=pool, state_v_first=False)
@@ -222,8 +224,8 @@ def test_one_row_of_tokens_and_strided_ones(rule: str, backend: str, device):
 
 
 @pytest.mark.parametrize("op", [serving.decode, serving.verify, serving.prefill])
-def test_slots_flags_and_counts_that_lie_apart(op: Any, backend: str, device):
-    """Columns of a table mean what they hold."""
+def test_strided_slots_flags_and_counts(op: Any, backend: str, device):
+    """Columns of a table are read with their strides."""
     a, before = drawn("gated_delta_rule", device, backend, N=3, T=1), a_pool(device, 12)
     flags = torch.tensor([True, False, True], device=device)
     slots = index(7, 2, 0, device=device)
@@ -259,10 +261,10 @@ def test_decode_packed_is_decode_with_everything_inside(rule: str, bound: float 
 
 
 def test_verify_keeps_the_state_after_every_token(rule: str, backend: str, device):
-    """And starts behind as many as were accepted: k of n is k steps."""
+    """And continues after the accepted tokens: k of n drafts equal k steps."""
     T, a = 3, drawn(rule, device, backend, T=3)
     columns = index(*range(11, -1, -1), device=device).view(4, T)
-    columns[2, 1], columns[3, 0] = -1, 40  # a state nobody keeps, and a sequence that is skipped
+    columns[2, 1], columns[3, 0] = -1, 40  # a state that is not stored, and a sequence that is skipped
     before = a_pool(device, 12)
     pool, steps = before.clone(), before.clone()
     o = serving.verify(**a, pool=pool, state_indices=columns, state_v_first=False)
@@ -290,7 +292,7 @@ def test_verify_keeps_the_state_after_every_token(rule: str, backend: str, devic
 
 
 def test_verify_of_packed_drafts(rule: str, backend: str, device):
-    """Drafts of any lengths in one row; past the last boundary outputs are zero, and other slots may be written."""
+    """Drafts of any lengths in one row; zero outputs past the last boundary; separate output slots."""
     lengths = (2, 0, 3, 1)
     a = drawn(rule, device, backend, N=1, T=8)
     for name in TOKENS:
@@ -317,7 +319,7 @@ def test_verify_of_packed_drafts(rule: str, backend: str, device):
 
 @pytest.mark.parametrize("v_first", [False, True], ids=["K first", "V first"])
 def test_prefill_is_the_chunk_call_in_place(rule: str, v_first: bool, backend: str, device):
-    """Long rows beside single tokens and empty ones; skipped, fresh, and stored elsewhere; states between as well."""
+    """Long, single-token and empty sequences; skipped, new, and with output slots; with checkpoints."""
     lengths, slots, to = (65, 1, 0, 20, 2), (3, 0, -1, 9, 5), (3, 7, 2, 1, 99)
     a = drawn(rule, device, backend, N=1, T=90)
     before, between = a_pool(device, v_first=v_first), a_pool(device, 5, v_first=v_first)
@@ -337,7 +339,7 @@ def test_prefill_is_the_chunk_call_in_place(rule: str, v_first: bool, backend: s
         **call, initial_state=entering, output_final_state=True, cu_seqlens=cu, state_v_first=v_first,
         return_intermediate_states=True, checkpoint_every=64,
     )  # fmt: skip
-    expected[:, 66:86] = 0  # the row whose slot is none
+    expected[:, 66:86] = 0  # the row without a slot
     assert torch.equal(o, expected)
     assert torch.equal(pool[[3, 7]], state[:2]) and torch.equal(checkpoints[2], states[0])
     untouched = [0, 1, 2, 4, 5, 6, 8]
@@ -357,8 +359,8 @@ POOLS: dict[str, tuple[torch.dtype, bool, bool]] = {
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("kind", POOLS)
 def test_prefill_finds_each_state_in_its_slot(kind: str, packed: bool, rule: str, backend: str, device):
-    """In any order, in place and elsewhere; beside rows without a slot, without tokens, without a state, and whose
-    state nobody keeps. Slots that are not named hold NaN, and so do tokens of skipped rows."""
+    """Slots in any order, in place and separate; with rows without a slot, without tokens, without a state, and with a
+    state that is not stored. Unused slots and tokens of skipped rows hold NaN."""
     stored, v_first, apart = POOLS[kind]
     lengths, slots, to = (33, 20, 0, 17, 1, 20), (7, -1, 2, 4, 10, 0), (8, 3, 5, 1, 6, -1)
     given = torch.tensor([True, True, True, False, True, True], device=device)
@@ -405,7 +407,7 @@ def test_prefill_finds_each_state_in_its_slot(kind: str, packed: bool, rule: str
 
 @pytest.mark.parametrize("pad", [-1, 0])
 def test_prefill_without_indices(pad: int, backend: str, device):
-    """Row n is in slot n; there are fewer slots than rows, and the first may be none."""
+    """Row n uses slot n; there may be fewer slots than rows, and the first slot may be padding."""
     a, before = drawn("kda", device, backend, N=4, T=20), a_pool(device, 3)
     pool = before.clone()
     o = serving.prefill(**a, pool=pool, state_v_first=False, pad_slot_id=pad)
@@ -419,7 +421,7 @@ def test_prefill_without_indices(pad: int, backend: str, device):
 
 
 def test_a_prompt_in_pieces(rule: str, backend: str, device):
-    """Two packed prompts, of 130 and 70 tokens, cut at multiples of 64 and read by two calls."""
+    """Two packed prompts of 130 and 70 tokens, split at multiples of 64 into two calls."""
     a, before = drawn(rule, device, backend, N=1, T=200), a_pool(device)
     flags = {"state_indices": index(6, 2, device=device), "state_v_first": False}
     whole, pieces = before.clone(), before.clone()
@@ -433,7 +435,7 @@ def test_a_prompt_in_pieces(rule: str, backend: str, device):
 
 
 def test_a_prompt_of_no_tokens(backend: str, device):
-    """A state stays as it is, zero if it is not given, wherever it is to go."""
+    """The state is unchanged, or zero without an initial state, and is written to its output slot."""
     a, before = drawn("kda", device, backend, N=3, T=0), a_pool(device)
     pool, given = before.clone(), torch.tensor([True, False, True], device=device)
     o = serving.prefill(
@@ -455,7 +457,7 @@ APART: dict[str, Any] = {
 
 @pytest.mark.parametrize("where", APART)
 @pytest.mark.parametrize("op", [serving.prefill, serving.verify])
-def test_an_output_that_lies_apart_is_cleared_where_a_row_is_skipped(op: Any, where: str, backend: str, device):
+def test_a_strided_output_is_zero_for_skipped_rows(op: Any, where: str, backend: str, device):
     a = drawn("gated_delta_rule", device, backend, N=3, T=20 if op is serving.prefill else 2)
     slots = index(4, -1, 9, device=device)
     if op is serving.verify:
@@ -477,7 +479,7 @@ def test_prefill_of_a_batch_into_a_narrow_pool(stored: torch.dtype, backend: str
     assert torch.equal(pool[2:], before[2:])
 
 
-# --- nothing to do, and what is refused ------------------------------------------------------------------------------
+# --- empty calls and errors ------------------------------------------------------------------------------------------
 
 
 def test_no_rows(backend: str, device):
@@ -521,13 +523,13 @@ def test_decode_refuses(name: str):
     assert torch.equal(a["pool"], before)
 
 
-def test_the_layout_of_the_pool_must_be_said():
+def test_the_layout_of_the_pool_must_be_given():
     a = drawn("kda", torch.device("cpu"), "eager")
     with pytest.raises(TypeError, match="state_v_first"):
         serving.decode(**a, pool=a_pool(torch.device("cpu")))
 
 
-def test_packed_and_drafted_calls_refuse_in_their_own_name():
+def test_decode_packed_and_verify_errors_name_the_operator():
     pool, columns = a_pool(torch.device("cpu")), torch.zeros(4, 2, dtype=torch.int64)
     flags: Call = {"heads": (1, 2), "dims": (16, 24), "state_v_first": False}
     raw = torch.randn(4, 2), torch.randn(4, 2), None, None, pool
@@ -546,7 +548,7 @@ def test_packed_and_drafted_calls_refuse_in_their_own_name():
         serving.verify(**a, state_indices=torch.zeros(4, 3, dtype=torch.int64), num_accepted_tokens=columns)
 
 
-def test_prefill_refuses_half_a_request_for_checkpoints():
+def test_prefill_refuses_incomplete_checkpoint_arguments():
     a = drawn("kda", torch.device("cpu"), "eager", T=40) | {"pool": a_pool(torch.device("cpu")), "state_v_first": False}
     where: Call = {"checkpoint_pool": a["pool"].clone(), "checkpoint_indices": torch.zeros(4, 2, dtype=torch.int64)}
     for given, message in (
@@ -563,7 +565,7 @@ def test_prefill_refuses_half_a_request_for_checkpoints():
             serving.prefill(**a | given)
 
 
-def test_checked_looks_into_the_slots():
+def test_checked_refuses_repeated_slots():
     a, pool = drawn("kda", torch.device("cpu"), "eager"), a_pool(torch.device("cpu"))
     with wyfold.checked(), pytest.raises(ValueError, match="decode: state_indices must hold distinct slots"):
         serving.decode(**a, pool=pool, state_indices=torch.tensor([1, -1, 3, 1]), state_v_first=False)
@@ -575,8 +577,8 @@ def test_checked_looks_into_the_slots():
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_checked_looks_whether_states_between_share_a_slot(packed: bool):
-    """Of what is stored: not in a skipped row, not past the last state of a packing, not where there is no slot."""
+def test_checked_refuses_checkpoints_that_share_a_slot(packed: bool):
+    """Only stored checkpoints count: not those of skipped rows, past a packing's last one, or without a slot."""
     device = torch.device("cpu")
     a, pool = drawn("kda", device, "eager", N=3, T=32), a_pool(device)
     flags: Call = {"state_v_first": False, "checkpoint_every": 16, "checkpoint_pool": a_pool(device, 5)}
@@ -600,8 +602,8 @@ def test_checked_looks_whether_states_between_share_a_slot(packed: bool):
 
 
 @pytest.mark.parametrize("op", [serving.decode, serving.prefill])
-def test_checked_looks_whether_states_cross(op: Any):
-    """A state may stay, or go to a slot that nobody starts from: a skipped row does not, nor one without a state."""
+def test_checked_refuses_writes_to_slots_that_are_read(op: Any):
+    """A state may be written in place, or to a slot that no row reads; skipped and new rows do not read theirs."""
     a, pool = drawn("kda", torch.device("cpu"), "eager"), a_pool(torch.device("cpu"))
     flags: Call = {"state_indices": torch.tensor([1, 2, 11, 4]), "state_v_first": False}
     flags["has_initial_state"] = torch.tensor([True, True, True, False])
@@ -618,8 +620,8 @@ def test_checked_looks_whether_states_cross(op: Any):
         op(**a, pool=pool, output_state_indices=torch.tensor([4, 2, 3, 1]), state_v_first=False)
 
 
-def test_checked_leaves_alone_what_is_not_written():
-    """Where a skipped row's state would go, and what stands in the columns behind a draft's last token."""
+def test_checked_ignores_slots_that_are_not_written():
+    """Output slots of skipped rows, and columns after a draft's last token."""
     device = torch.device("cpu")
     a, pool, flags = drawn("kda", device, "eager", N=3), a_pool(device), {"state_v_first": False}
     draft = drawn("kda", device, "eager", N=2, T=2)
@@ -635,8 +637,8 @@ def test_checked_leaves_alone_what_is_not_written():
             serving.verify(**draft, pool=pool, **slots | {"output_state_indices": to.flip(1)}, **flags)
 
 
-def test_checked_looks_whether_drafts_cross():
-    """A row starts from the column of what was accepted, wherever the other columns go."""
+def test_checked_refuses_drafts_that_write_slots_others_read():
+    """A row reads only the column of its last accepted token."""
     device = torch.device("cpu")
     a, pool = drawn("kda", device, "eager", N=2, T=2), a_pool(device)
     columns, to = index(0, 1, 2, 3, device=device).view(2, 2), index(6, 3, 7, 8, device=device).view(2, 2)
@@ -655,7 +657,7 @@ def test_checked_looks_whether_drafts_cross():
 # --- through PyTorch -------------------------------------------------------------------------------------------------
 
 
-def test_what_would_run(backend: str, device):
+def test_explain_decode(backend: str, device):
     a = drawn("kda", device, backend) | {"pool": a_pool(device), "state_v_first": False}
     plan = wyfold.explain(serving.decode, **a)
     assert (plan.operator, plan.backend, plan.backward) == ("decode", backend, ())
@@ -665,8 +667,8 @@ def test_what_would_run(backend: str, device):
 
 
 @pytest.mark.parametrize("between", [False, True], ids=["", "states between"])
-def test_what_a_prompt_would_run(between: bool, backend: str, device):
-    """Kernels find the slots on their way; what they leave to another launch are states on the way."""
+def test_explain_prefill(between: bool, backend: str, device):
+    """Kernels access slots directly; only checkpoints take a separate launch."""
     a = drawn("kda", device, backend, T=64) | {"pool": a_pool(device), "state_v_first": False}
     if between:
         a |= {"checkpoint_every": 64, "checkpoint_pool": a_pool(device)}
@@ -679,7 +681,7 @@ def test_what_a_prompt_would_run(between: bool, backend: str, device):
 
 
 @pytest.mark.parametrize("name", ["decode", "prefill"])
-def test_the_registered_operator_by_pytorchs_own_checks(name: str, backend: str, device, monkeypatch):
+def test_opcheck(name: str, backend: str, device, monkeypatch):
     from wyfold.autograd import serving_delta as pipeline
 
     seen, operator = [], pipeline._serve_op
@@ -695,7 +697,7 @@ def test_the_registered_operator_by_pytorchs_own_checks(name: str, backend: str,
 
 
 def test_fullgraph_with_other_rows_and_slots(backend: str, device):
-    """One graph; a pool that is an argument is updated in place there too."""
+    """One graph; a pool passed as an argument is updated in place."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
@@ -713,8 +715,8 @@ def test_fullgraph_with_other_rows_and_slots(backend: str, device):
     torch._dynamo.reset()
 
 
-def test_a_graph_serves_other_slots_without_a_wait(rule: str, backend: str, device):
-    """Captured once; tokens, slots, flags and states change between replays."""
+def test_a_cuda_graph_serves_other_slots_without_synchronisation(rule: str, backend: str, device):
+    """Captured once; tokens, slots, flags and states change between replays of the graph."""
     if device.type != "cuda":
         pytest.skip(f"tensors are on {device.type}")
     a, pool = drawn(rule, device, backend), a_pool(device)

@@ -1,4 +1,4 @@
-"""TTT-Linear decoded from pools: the recurrent form's numbers, in place, and nothing beside them touched."""
+"""TTT-Linear decoded from pools: the recurrent form's results, in place, with other slots unchanged."""
 
 import re
 from typing import Any
@@ -28,7 +28,7 @@ def drawn(N: int, T: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
 
 
 def a_pool(slots: int, *positions: int, dtype: torch.dtype = torch.float32) -> TTTState:
-    """Slots that stand at these positions, the others poisoned."""
+    """A pool with sequences at these positions; the other slots are NaN."""
     S, c = (torch.randn(slots, HV, rows, D) for rows in (D, 1))
     G, a = (0.1 * torch.randn(slots, HV, rows, D) for rows in (D, 1))
     position = torch.tensor([*positions, *[7] * (slots - len(positions))], dtype=torch.int32)
@@ -45,7 +45,7 @@ def to(x: Any, device: torch.device) -> Any:
 
 @pytest.mark.parametrize("residual", ["o", "q"])
 def test_tokens_one_by_one_are_the_recurrent_call(residual: str, backend: str, device):
-    """From any position, over the end of a mini-batch, in any slots; a skipped row is zero and writes nothing."""
+    """From any position, across a mini-batch's end, in any slots; a skipped row is zero and writes nothing."""
     N, T = 3, 3
     a, before = drawn(N, T), a_pool(6, 14, 0, 3, 15)
     a["eta_col"] = 0.5 + torch.rand(N, T, HV, 1)
@@ -79,7 +79,7 @@ def recurrent(a: dict[str, Any], state: TTTState, **options: Any) -> tuple[Tenso
 
 
 def test_forms_of_a_call_agree_bit_for_bit(backend: str, device):
-    """[1, N, ..] rows, a step that is a number, an output that is given, slots that lie apart, none named."""
+    """[1, N, ..] rows, a number as step size, a given output, strided slots, no state_indices."""
     a, before = drawn(2, 1), to(a_pool(2, 15, 4), device)
     a = to(a | {"eta": torch.full((2, 1, HV, 1), 0.125)}, device)
     pools = [TTTState(*(x.clone() for x in before)) for _ in range(3)]
@@ -95,12 +95,12 @@ def test_forms_of_a_call_agree_bit_for_bit(backend: str, device):
     assert pools[0].position.tolist() == [0, 5] and not pools[0].grad[0].any()
 
 
-def test_pytorchs_own_checks_of_the_registered_operator(monkeypatch):
+def test_opcheck(monkeypatch):
     seen = []
     monkeypatch.setattr(pipeline, "call", lambda operator, *arguments: seen.append((operator, arguments)))
     serving.ttt_decode(**drawn(2, 1), pool=a_pool(3, 15, 0, 4), state_indices=torch.tensor([2, 0]), backend="eager")
     ((operator, arguments),) = seen
-    arguments[13].zero_()  # what nobody wrote yet is NaN, which is equal to nothing
+    arguments[13].zero_()  # unwritten slots are NaN, which never compares equal
     torch.library.opcheck(operator, arguments)
 
 
@@ -130,8 +130,8 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
-def test_a_shared_pool_is_refused_behind_an_ordinary_one():
-    """Of the same sizes: what was decided of the one is not said of the other."""
+def test_an_overlapping_pool_is_refused_after_an_ordinary_one():
+    """Both have the same sizes, but must not share a cached plan."""
     call, pool = drawn(2, 1), a_pool(2, 0, 0)
     shared = pool._replace(state=torch.zeros(1, HV, D, D).expand(2, HV, D, D))
     serving.ttt_decode(**call, pool=pool)
@@ -143,12 +143,12 @@ def test_a_shared_pool_is_refused_behind_an_ordinary_one():
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_calls_say_what_is_wrong(name: str):
+def test_errors(name: str):
     given, error, message = BAD[name]
     with pytest.raises(error, match=re.escape(message)):
         serving.ttt_decode(**{**drawn(2, 1), "pool": a_pool(2, 0, 0), **given})
 
 
-def test_checked_sees_slots_that_are_named_twice():
+def test_checked_refuses_repeated_slots():
     with wyfold.checked(), pytest.raises(ValueError, match="distinct slots"):
         serving.ttt_decode(**drawn(2, 1), pool=a_pool(2, 0, 0), state_indices=torch.tensor([1, 1]))

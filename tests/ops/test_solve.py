@@ -1,4 +1,4 @@
-"""`solve_tril` and `chunk_scaled_dot_kkt`: against the row loops, as a pair against the token loop, refusals."""
+"""`solve_tril` and `chunk_scaled_dot_kkt`: the row loops, both together against the token loop, errors."""
 
 from collections.abc import Callable
 
@@ -18,12 +18,12 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def chunk_rows(T: int, C: int, B: int = 1, H: int = 2, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Entries everywhere, small enough for the inverse of what lies below the diagonal to stay tame."""
+    """Random A with entries everywhere, small enough for a well-conditioned inverse of its lower triangle."""
     return (torch.randn(B, T, H, C, dtype=torch.float64) / C**0.5).to(dtype)
 
 
 def grid(T: int, C: int, cu_seqlens: tuple[int, ...] | None) -> tuple[Tensor, Tensor]:
-    """Row in its chunk of every token, and whether a sequence owns it."""
+    """For every token, its row in the chunk, and whether it belongs to a sequence."""
     if cu_seqlens is None:
         return torch.arange(T) % C, torch.ones(T, dtype=torch.bool)
     positions = SequenceLayout(torch.tensor(cu_seqlens), T).positions
@@ -31,7 +31,7 @@ def grid(T: int, C: int, cu_seqlens: tuple[int, ...] | None) -> tuple[Tensor, Te
 
 
 def poisoned(A: Tensor, cu_seqlens: tuple[int, ...] | None = None) -> Tensor:
-    """A with NaN wherever `solve_tril` must not look."""
+    """A with NaN in every entry that `solve_tril` must not read."""
     row, owned = grid(A.shape[1], A.shape[-1], cu_seqlens)
     read = (torch.arange(A.shape[-1]) < row[:, None]) & owned[:, None]
     return A.masked_fill(~read[:, None], torch.nan)
@@ -91,7 +91,7 @@ def test_garbage_on_and_above_the_diagonal_changes_no_bit(C: int, cu_seqlens, dt
 @pytest.mark.parametrize("output_dtype", [None, *FLOATS])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_solve_dtypes(dtype: torch.dtype, output_dtype: torch.dtype | None):
-    """Any float in, any float out: the arithmetic is that of A in float32 or float64, rounded once."""
+    """Any input and output dtype: computed in float32, or float64 for a float64 A, and rounded once."""
     A = chunk_rows(40, 16, dtype=dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     X = solve_tril(A, output_dtype=output_dtype)
@@ -99,8 +99,8 @@ def test_solve_dtypes(dtype: torch.dtype, output_dtype: torch.dtype | None):
     assert torch.equal(X, solve_tril(A.to(wide)).to(X.dtype))
 
 
-def test_solve_inverts_what_correlated_keys_give():
-    """Identical keys and beta 2, where powers of A overflow: A X is finite and its product with I + A is I."""
+def test_solve_inverts_the_matrices_of_correlated_keys():
+    """Identical keys and beta 2, where powers of A overflow: X is finite and its product with I + A is I."""
     k = KEYS["identical"]((1, 64, 2, 24), torch.Generator().manual_seed(0))
     A = chunk_scaled_dot_kkt(k.float(), torch.full((1, 64, 2), 2.0))
     X = solve_tril(A)
@@ -181,13 +181,13 @@ def test_strided_is_contiguous():
         assert torch.equal(solve_tril(strided), X)
 
 
-# --- the pair --------------------------------------------------------------------------------------------------------
+# --- both together-----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("C", shapes.CHUNK_SIZES)
 @pytest.mark.parametrize("state", [False, True])
 def test_deltanet_from_its_parts(C: int, state: bool, float64_bounds):
-    """u = A diag(beta) v, w = A diag(beta) k, and DeltaNet's output and state from them, chunk by chunk."""
+    """DeltaNet's output and state, chunk by chunk, from u = A diag(beta) v and w = A diag(beta) k."""
     T, H, K, V = 3 * C - 5, 2, 16, 24
     q, k = (torch.nn.functional.normalize(torch.randn(1, T, H, K, dtype=torch.float64), dim=-1) for _ in range(2))
     v, beta = torch.randn(1, T, H, V, dtype=torch.float64), 2 * torch.rand(1, T, H, dtype=torch.float64)
@@ -210,7 +210,7 @@ def test_deltanet_from_its_parts(C: int, state: bool, float64_bounds):
     float64_bounds.output("state", S[None], true_state)
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------------------------------
 
 A16 = torch.zeros(1, 9, 2, 16)
 CU9 = torch.tensor([0, 4, 9])
@@ -282,7 +282,7 @@ def test_refused_boundaries(kind: str):
         chunk_scaled_dot_kkt(**GOOD, cu_seqlens=cu)
 
 
-def test_checked_refuses_a_gate_that_grows():
+def test_checked_refuses_a_positive_gate():
     g = torch.zeros(1, 9, 4)
     g[0, 3, 1] = 0.5
     chunk_scaled_dot_kkt(**GOOD, g=g)
@@ -293,7 +293,7 @@ def test_checked_refuses_a_gate_that_grows():
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_what_requires_a_gradient_is_taken_where_none_is_recorded(mode: Callable):
+def test_inputs_may_require_a_gradient_under_no_grad(mode: Callable):
     k, beta = keys(40, dtype=torch.float32)
     g = -torch.rand(1, 40, 4)
     L = chunk_scaled_dot_kkt(k, beta, g, chunk_size=16)

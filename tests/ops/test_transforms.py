@@ -1,6 +1,6 @@
-"""What no operator has is refused: a gradient forward in time, a batch that vmap would add, a function's gradient.
+"""Unsupported transforms are refused: forward-mode gradients, vmap, functional gradients.
 
-A transform that an operator let pass would return the bits of something else without a word.
+An operator that ignored a transform would silently return wrong results.
 """
 
 import pytest
@@ -19,12 +19,12 @@ CASES = [
     for name, x in subject.arguments(Shape(1, 5, 1, 2, 8, 8), torch.float32, 0).items()
     if isinstance(x, Tensor) and x.is_floating_point()
 ]
-# PyTorch's own, in forward_ad.
+# raised by PyTorch, in forward_ad
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 
 def of_one(subject: OperatorSpec, name: str):
-    """The operator as a function of one of its arguments, and that argument."""
+    """The operator as a function of one argument, and that argument."""
     arguments = subject.arguments(Shape(1, 5, 1, 2, 8, 8), torch.float32, 0)
     return lambda x: subject.ours(arguments | {name: x}), arguments[name]
 

@@ -1,4 +1,4 @@
-"""Both forms of TTT-Linear: against the token loop and its autograd, what is promised to the bit, what is refused."""
+"""Both forms of TTT-Linear: the token loop and its autograd, bitwise guarantees, errors."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -43,7 +43,7 @@ def shape(B: int = 1, T: int = 37, H: int = 1, HV: int = 2, D: int = 8) -> Shape
 def draw(
     size: Shape, *, dtype: torch.dtype = torch.float64, state: str = "normal", published: bool = False, **names: Any
 ) -> dict[str, Any]:
-    """Arguments; of published layers, with a factor for every token and the residual on the query."""
+    """Arguments of a call; published: with a factor for every token and the residual on the query."""
     form = {"eta_col": "signed"} if published else {}
     drawn = inputs.draw(rule="ttt_linear", shape=size, dtype=dtype, state=state, **form, **names)
     return drawn | ({"residual": "q"} if published else {})
@@ -62,7 +62,7 @@ def packed(packing: Packing, D: int = 8, **names: Any) -> tuple[dict[str, Any], 
 def differentiate(
     operator: Callable, arguments: dict[str, Any], like: dict[str, Tensor] | None = None, **options: Any
 ) -> tuple[dict[str, Tensor], ...]:
-    """Results by name, and gradients of all tensors for an incoming gradient per result, rounded as `like`'s is."""
+    """Results by name, and gradients of all tensors for one incoming gradient per result, rounded like `like`."""
     leaves = {n: x.detach().clone().requires_grad_() for n, x in arguments.items() if isinstance(x, Tensor)}
     found = operator(**(arguments | leaves), output_final_state=True, **options)
     rounded = found if like is None else [like[name] for name in RESULTS]
@@ -72,7 +72,7 @@ def differentiate(
 
 
 def agrees(bounds: Any, arguments: dict[str, Any], backend: str, **options: Any) -> None:
-    """The operator and the token loop, in float64: results and all gradients."""
+    """Compare operator and token loop in float64: results and all gradients."""
     got, got_grads = differentiate(chunk_ttt_linear, arguments, backend=backend, **options)
     true, true_grads = differentiate(reference.ttt_linear, arguments, **options)
     for name in RESULTS:
@@ -87,7 +87,7 @@ def same_bits(got: dict[str, Tensor], wanted: dict[str, Tensor], names: tuple[st
 
 
 def everything(arguments: dict[str, Any], **options: Any) -> dict[str, Tensor]:
-    """Results and gradients in one table."""
+    """Results and gradients in one dict."""
     found, grads = differentiate(chunk_ttt_linear, arguments, **options)
     return found | {GRADIENT_OF[name]: g for name, g in grads.items()}
 
@@ -170,7 +170,7 @@ def test_step_sizes_as_a_column_a_row_or_a_number(backend: str, float64_bounds):
 
 
 def test_factors_as_a_column_a_row_or_a_number(backend: str):
-    """One is none at all; a number's results are those of a column of it."""
+    """A factor of one equals none; a number equals a column of that number."""
     arguments = draw(shape(B=2), published=True)
     column = everything(arguments, backend=backend)
     row = everything(arguments | {"eta_col": arguments["eta_col"].squeeze(-1)}, backend=backend)
@@ -183,7 +183,7 @@ def test_factors_as_a_column_a_row_or_a_number(backend: str):
 
 
 def test_one_factor_for_all_is_a_factor_of_the_step(backend: str, float64_bounds):
-    """Where every token has it, it may as well be the reader's."""
+    """A factor common to all tokens is equivalent to a factor of the step size."""
     arguments = draw(shape(B=2))
     got = everything(arguments | {"eta_col": 0.7}, backend=backend)
     stepped = everything(arguments | {"eta": 0.7 * arguments["eta"]}, backend=backend)
@@ -192,8 +192,8 @@ def test_one_factor_for_all_is_a_factor_of_the_step(backend: str, float64_bounds
     float64_bounds.gradient("deta", got["deta"], 0.7 * stepped["deta"])
 
 
-def test_a_factor_of_zero_takes_a_token_out_of_what_is_learned(backend: str, float64_bounds):
-    """Its key and value reach nothing; it still reads, and its step size is still its own."""
+def test_a_factor_of_zero_removes_a_token_from_learning(backend: str, float64_bounds):
+    """Its key and value have no effect; its output and its step size are unchanged."""
     arguments = draw(shape(B=2), published=True)
     arguments["eta_col"][:, 20] = 0
     leaves = {n: x.requires_grad_() for n, x in arguments.items() if n in ("k", "v", "eta_col")}
@@ -239,7 +239,7 @@ def test_extremes_stay_finite(names: dict[str, str], dtype: torch.dtype, backend
 
 
 def verdicts(arguments: dict[str, Any], backend: str, **options: Any) -> list[error.Verdict]:
-    """Everything against the float64 loop on the same inputs; what is stored in 16 bits, against that rounded once."""
+    """Judge all results by the float64 loop on the same inputs; 16-bit results by the loop's, rounded once."""
     got = everything(arguments, backend=backend, **options)
     wide = {n: x.double() if isinstance(x, Tensor) else x for n, x in arguments.items()}
     truth, grads = differentiate(reference.ttt_linear, wide, like=got, **options)
@@ -260,7 +260,7 @@ def verdicts(arguments: dict[str, Any], backend: str, **options: Any) -> list[er
 @pytest.mark.parametrize("C", [16, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @FORMS
-def test_narrow_dtypes_lose_what_storing_the_result_costs(
+def test_narrow_dtypes_lose_only_the_rounding_of_the_result(
     dtype: torch.dtype, packing: Packing | None, C: int, published: bool, backend: str
 ):
     """16-bit arguments are computed in float32: the truth, rounded once, is the yardstick."""
@@ -284,7 +284,7 @@ def test_autocast_narrows_q_k_and_v_alone(backend: str):
 
 @pytest.mark.parametrize("op", [chunk_ttt_linear, fused_recurrent_ttt_linear])
 @pytest.mark.parametrize("name", ["q", "k", "v", "w", "b", "eta"])
-def test_what_is_required_is_named_when_it_is_none(op, name: str):
+def test_required_arguments_are_named_when_none(op, name: str):
     q = torch.randn(1, 4, 2, 8)
     arguments = {"q": q, "k": q, "v": q, "w": torch.ones(2, 8), "b": torch.zeros(2, 8), "eta": 0.1}
     with pytest.raises(TypeError, match=f"^{op.__name__}: {name} must be a .*, got NoneType$"):
@@ -294,7 +294,7 @@ def test_what_is_required_is_named_when_it_is_none(op, name: str):
 @pytest.mark.parametrize("name", ["w", "b", "eta", "eta_col", "initial_state", "initial_state_bias"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_dtypes_vary_independently(name: str, dtype: torch.dtype, backend: str):
-    """A narrower argument gives the bits of its widened copy, and its gradient is theirs rounded once."""
+    """A narrower argument gives the bits of its widened copy, and the copy's gradient rounded once."""
     arguments = draw(shape(), dtype=torch.float32, published=True)
     narrow = arguments | {name: arguments[name].to(dtype)}
     got, wide = (everything(a, backend=backend) for a in (narrow, narrow | {name: narrow[name].float()}))
@@ -303,20 +303,20 @@ def test_dtypes_vary_independently(name: str, dtype: torch.dtype, backend: str):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_states_are_stored_in_the_dtype_asked_for(dtype: torch.dtype, backend: str):
+def test_states_are_stored_in_the_requested_dtype(dtype: torch.dtype, backend: str):
     arguments = draw(shape(B=2), dtype=torch.float32)
     got, wide = (everything(arguments, backend=backend, state_dtype=d) for d in (dtype, None))
     assert wide["state"].dtype == torch.float32
     same_bits(got, {name: wide[name].to(dtype) for name in ("state", "state_bias")} | {"o": wide["o"]})
 
 
-# --- promised bits ---------------------------------------------------------------------------------------------------
+# --- bitwise guarantees------------------------------------------------------------------------------------------------
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 
 
 def one_sequence(arguments: dict[str, Any], n: int, rows: slice) -> dict[str, Any]:
-    """Sequence n of a packed call as a call of its own."""
+    """Arguments of sequence n of a packed call, alone."""
     alone = {name: x[:, rows] for name, x in arguments.items() if name in PER_TOKEN}
     states = {name: x[n : n + 1] for name, x in arguments.items() if name.startswith("initial")}
     return arguments | alone | states
@@ -324,7 +324,7 @@ def one_sequence(arguments: dict[str, Any], n: int, rows: slice) -> dict[str, An
 
 @DTYPES
 @FORMS
-def test_packed_is_separate(dtype: torch.dtype, published: bool, threads: int, backend: str):
+def test_packed_equals_separate_calls(dtype: torch.dtype, published: bool, threads: int, backend: str):
     arguments, cu = packed(RAGGED, D=24, dtype=dtype, published=published)
     form = {"residual": arguments.pop("residual", "o"), "output_final_state": True, "backend": backend}
     leaves = {n: x.requires_grad_() for n, x in arguments.items()}
@@ -344,7 +344,7 @@ def test_packed_is_separate(dtype: torch.dtype, published: bool, threads: int, b
             assert torch.equal(d, grads[name][:, rows] if name in PER_TOKEN else grads[name][own]), name
 
 
-def test_a_batch_row_is_a_call_of_its_own(backend: str):
+def test_a_batch_row_equals_a_separate_call(backend: str):
     arguments = draw(shape(B=3, T=37, D=24), dtype=torch.float32)
     whole = chunk_ttt_linear(**arguments, output_final_state=True, backend=backend)
     for n in range(3):
@@ -356,7 +356,7 @@ def test_a_batch_row_is_a_call_of_its_own(backend: str):
 @DTYPES
 @FORMS
 @pytest.mark.parametrize("cut", [16, 48, 64])
-def test_cut_between_mini_batches_is_whole(cut: int, published: bool, dtype: torch.dtype, backend: str):
+def test_a_call_split_between_mini_batches_equals_one_call(cut: int, published: bool, dtype: torch.dtype, backend: str):
     arguments = draw(shape(B=2, T=70, D=24), dtype=dtype, published=published)
     form = {"residual": arguments.pop("residual", "o"), "output_final_state": True, "backend": backend}
     leaves = {n: x.requires_grad_() for n, x in arguments.items()}
@@ -376,8 +376,8 @@ def test_cut_between_mini_batches_is_whole(cut: int, published: bool, dtype: tor
 
 @FORMS
 @pytest.mark.parametrize("cuts", [[0, 32, 70], [0, 16, 16, 64, 70]], ids=["two", "four, one empty"])
-def test_handed_over_from_shard_to_shard(cuts: list[int], published: bool, backend: str):
-    """What ranks do: states out and in as plain tensors, forwards; their gradients as plain tensors, backwards."""
+def test_states_passed_between_shards(cuts: list[int], published: bool, backend: str):
+    """As ranks do: pass states forward, and their gradients backward, as plain tensors."""
     arguments = draw(shape(B=2, T=70, D=24), dtype=torch.float32, published=published)
     wanted = everything(arguments, backend=backend)
     o, S, c = (inputs.incoming(wanted[name], seed) for seed, name in enumerate(RESULTS))
@@ -429,7 +429,7 @@ def test_keeping_every_state_changes_no_bit(backend: str):
 
 
 def strided(x: Tensor) -> Tensor:
-    """x's numbers, tokens innermost, every second element of a buffer."""
+    """A copy of x with tokens innermost, in every second element of a buffer."""
     buffer = torch.full((*x.shape[:1], *x.shape[2:], 2 * x.shape[1]), torch.nan, dtype=x.dtype)
     view = buffer[..., ::2].movedim(-1, 1)
     return view.copy_(x).detach()
@@ -458,7 +458,9 @@ def test_an_expanded_argument_is_its_copy(backend: str):
 
 @pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
 @pytest.mark.parametrize("operator", [chunk_ttt_linear, fused_recurrent_ttt_linear])
-def test_without_gradients_same_bits_and_nothing_kept(context: Callable, operator: Callable, backend: str, monkeypatch):
+def test_without_gradients_same_bits_and_nothing_saved(
+    context: Callable, operator: Callable, backend: str, monkeypatch
+):
     arguments = draw(shape(B=2, T=70), dtype=torch.float32, state="none")
     kept = []
 
@@ -476,7 +478,7 @@ def test_without_gradients_same_bits_and_nothing_kept(context: Callable, operato
     assert kept[0] > 0 and kept[1] == 0
 
 
-def test_the_past_does_not_know_the_future(backend: str):
+def test_causality(backend: str):
     arguments = draw(shape(T=40), dtype=torch.float32, published=True)
     o, _, _ = chunk_ttt_linear(**arguments, backend=backend)
     for t in (1, 15, 16, 20, 39):
@@ -505,7 +507,7 @@ def test_rows_past_the_last_boundary_are_never_read(backend: str):
 
 
 @pytest.mark.parametrize("where", [*PER_TOKEN, "initial_state", "initial_state_bias"])
-def test_a_broken_sequence_breaks_no_other(where: str, backend: str):
+def test_a_nan_sequence_affects_no_other(where: str, backend: str):
     arguments, cu = packed(RAGGED, dtype=torch.float32, published=True)
     clean = everything(arguments, cu_seqlens=cu, backend=backend)
     broken, start, stop = 4 - 1, 6, 39  # the sequence with the most mini-batches
@@ -541,7 +543,7 @@ def test_v_first_states_are_transposed_states(backend: str):
 
 
 @pytest.mark.parametrize(("B", "T"), [(2, 0), (0, 5)])
-def test_nothing_to_do(B: int, T: int, backend: str):
+def test_empty_calls(B: int, T: int, backend: str):
     arguments = draw(shape(B=B, T=T), dtype=torch.float32)
     found = everything(arguments, backend=backend)
     assert torch.equal(found["state"], arguments["initial_state"])
@@ -557,7 +559,7 @@ def test_nothing_to_do(B: int, T: int, backend: str):
 
 
 @pytest.mark.parametrize("operator", [chunk_ttt_linear, fused_recurrent_ttt_linear])
-def test_a_plan_needs_no_numbers(operator: Callable):
+def test_a_plan_needs_no_values(operator: Callable):
     arguments = {n: x.to("meta") for n, x in draw(shape(B=3, T=5000, D=64), state="none").items()}
     plan = explain(operator, **arguments)
     assert plan.backend == "eager" and plan.chunk_size == 16 and plan.parts > 1
@@ -565,11 +567,11 @@ def test_a_plan_needs_no_numbers(operator: Callable):
     assert plan.forward == plan.backward == (f"{stage} (wyfold.kernels.ttt.eager)",)
 
 
-def test_fused_is_a_name():
+def test_fused_is_an_alias():
     assert fused_chunk_ttt_linear is chunk_ttt_linear
 
 
-def test_states_come_only_when_asked_for(backend: str):
+def test_states_are_returned_on_request_only(backend: str):
     arguments = draw(shape(), dtype=torch.float32)
     assert chunk_ttt_linear(**arguments, backend=backend)[1:] == (None, None)
     del arguments["initial_state"], arguments["initial_state_bias"]
@@ -604,7 +606,7 @@ def test_a_loss_on_one_result_alone(used: int, backend: str, float64_bounds):
 
 
 def standing(S: Tensor, c: Tensor, position: Tensor | None = None) -> TTTState:
-    """At the start of a mini-batch, unless gradient sums are put in beside a position."""
+    """A state at the start of a mini-batch, unless gradient sums and a position are given."""
     zeros = torch.zeros(S.shape[0], dtype=torch.int32)
     return TTTState(S, c, torch.zeros_like(S), torch.zeros_like(c), zeros if position is None else position)
 
@@ -620,7 +622,7 @@ def rows_of(arguments: dict[str, Any], rows: slice) -> dict[str, Any]:
 def resumed(
     arguments: dict[str, Any], state: TTTState | None, cuts: list[int], **options: Any
 ) -> tuple[Tensor, TTTState]:
-    """One call per piece between cuts, the state handed on."""
+    """One call per piece between cuts, with the state passed on."""
     T, outputs = arguments["q"].shape[1], []
     for start, stop in zip([0, *cuts], [*cuts, T]):
         piece = rows_of(arguments, slice(start, stop))
@@ -631,7 +633,7 @@ def resumed(
 
 @FORMS
 @pytest.mark.parametrize("C", [16, 32])
-def test_recurrent_is_chunk_at_every_cut(C: int, published: bool, backend: str, float64_bounds):
+def test_recurrent_equals_chunk_for_every_split(C: int, published: bool, backend: str, float64_bounds):
     arguments = draw(shape(B=2, T=43), published=published)
     start = standing(arguments["initial_state"], arguments["initial_state_bias"])
     truth, _, _ = reference.ttt_linear(**arguments, chunk_size=C)
@@ -644,14 +646,14 @@ def test_recurrent_is_chunk_at_every_cut(C: int, published: bool, backend: str, 
 
 
 @FORMS
-def test_recurrent_uncut_has_the_bits_of_the_chunk_form(published: bool, backend: str):
+def test_recurrent_in_one_call_has_the_bits_of_the_chunk_form(published: bool, backend: str):
     arguments = without_states(draw(shape(B=2, T=43), dtype=torch.float32, published=published))
     o, _ = fused_recurrent_ttt_linear(**arguments, backend=backend)
     assert torch.equal(o, chunk_ttt_linear(**arguments, backend=backend)[0])
 
 
 @FORMS
-def test_recurrent_hands_a_closed_mini_batch_to_the_chunk_form(published: bool, backend: str, float64_bounds):
+def test_the_chunk_form_continues_after_a_closed_mini_batch(published: bool, backend: str, float64_bounds):
     arguments = draw(shape(B=2, T=48), published=published)
     start = standing(arguments["initial_state"], arguments["initial_state_bias"])
     _, state = resumed(without_states(arguments), start, [5, 21], backend=backend)
@@ -675,7 +677,7 @@ def open_loop(
     residual: str = "o",
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The recurrence from an open mini-batch, token by token, every row of the batch at its own position."""
+    """The recurrence from an open mini-batch, token by token, with a separate position for each row."""
     D = q.shape[-1]
     rows = []
     for n, position in enumerate(state.position.tolist()):
@@ -741,7 +743,7 @@ def test_a_given_ttt_state_is_a_constant(backend: str):
 
 @FORMS
 def test_recurrent_packed_at_different_positions(published: bool, backend: str):
-    """Bits of the sequences alone, gradients too; an empty sequence's state is untouched, an open one included."""
+    """Bits of the sequences alone, gradients too; an empty sequence's state is unchanged, also an open one."""
     arguments, cu = packed(RAGGED, dtype=torch.float32, published=published)
     form = {"residual": arguments.pop("residual", "o"), "output_final_state": True, "backend": backend}
     N = len(cu) - 1
@@ -883,14 +885,14 @@ def test_bad_input_is_refused(operator: Callable, change: Callable, error_type: 
 
 @pytest.mark.parametrize("operator", [chunk_ttt_linear, fused_recurrent_ttt_linear])
 @pytest.mark.parametrize("name", INVALID_PACKINGS)
-def test_boundaries_that_are_none_are_refused(operator: Callable, name: str):
+def test_invalid_boundaries_are_refused(operator: Callable, name: str):
     arguments = draw(shape(T=9), dtype=torch.float32, state="none")
     with pytest.raises(ValueError, match=rf"^{operator.__name__}: cu_seqlens must"):
         operator(**arguments, cu_seqlens=torch.tensor(INVALID_PACKINGS[name].cu_seqlens))
 
 
 @pytest.mark.parametrize("D", [*INVALID_WIDTHS, 136])
-def test_widths_without_a_kernel_are_refused(D: int):
+def test_unsupported_widths_are_refused(D: int):
     with pytest.raises(ValueError, match=r"^chunk_ttt_linear: q and k must have width K a multiple of 8 from 8 to 128"):
         chunk_ttt_linear(**draw(shape(T=2, D=D), dtype=torch.float32, state="none"))
 
@@ -954,7 +956,7 @@ def test_opcheck(form: str):
 
 
 def step(operator: Callable, arguments: dict[str, Any], **options: Any) -> list[Tensor]:
-    """Everything one training step returns."""
+    """All results of one training step."""
     leaves = {n: x.clone().requires_grad_() for n, x in arguments.items() if isinstance(x, Tensor)}
     o, *states = operator(**arguments | leaves, **options)
     flat = [x for state in states if state is not None for x in (state if isinstance(state, tuple) else (state,))]
@@ -962,14 +964,14 @@ def step(operator: Callable, arguments: dict[str, Any], **options: Any) -> list[
     return [x.detach() for x in (o, *flat, *torch.autograd.grad(loss, list(leaves.values())))]
 
 
-# PyTorch's own: its tracer makes an instance of autograd.Function.
+# PyTorch's tracer instantiates autograd.Function, which it deprecates.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("operator", [chunk_ttt_linear, fused_recurrent_ttt_linear])
 def test_compiles_whole_and_once_for_all_lengths(operator: Callable, is_packed: bool, backend: str):
-    """Forward and backward in one graph, the same bits; a second length recompiles once, a third not at all.
+    """Forward and backward in one graph with the same bits; a second length recompiles once, a third never.
 
-    States are returned in the packed case alone: a compiler hands the backward zeros for results without elements.
+    Only the packed case returns states, because compiled backwards get zeros for results without elements.
     """
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")

@@ -1,4 +1,4 @@
-"""TTT-Linear with every option beside every other, and with dtypes that differ, against the token loop in float64."""
+"""TTT-Linear with all pairs of options, and with mixed dtypes, against the token loop in float64."""
 
 import itertools
 import random
@@ -18,7 +18,7 @@ from wyfold.reference.targets import target
 F64 = torch.float64
 NAMES = ("o", "state", "state_bias")
 GRADIENT_OF = {"initial_state": "dh0", "initial_state_bias": "dc0"}
-CHUNK_ONLY = ("disable_recompute", "batch_invariant")  # what the loop has no word for
+CHUNK_ONLY = ("disable_recompute", "batch_invariant")  # options that the loop does not have
 FACTORS: dict[str, tuple[Any, ...]] = {
     "C": (16, 32, 64),
     "packing": ("dense", "packed", "spare rows"),
@@ -43,7 +43,7 @@ def pairs(cell: Cell) -> set[tuple[str, str]]:
 
 
 def pairwise() -> list[Cell]:
-    """Cells in which every two values of two factors meet: of forty drawn, the one with most pairs that are missing."""
+    """Cases that cover every pair of values of two options: each is the best of forty random candidates."""
     drawer, cells = random.Random(0), []
     missing = set().union(
         *(pairs({a: x, b: y}) for a, b in itertools.combinations(FACTORS, 2) for x in FACTORS[a] for y in FACTORS[b])
@@ -89,7 +89,7 @@ def arguments_of(cell: Cell) -> dict[str, Any]:
 
 
 def results(op, arguments: dict[str, Any], fed: list[Tensor] | None = None) -> dict[str, Tensor]:
-    """Outputs and gradients by name; `fed` are the gradients of the outputs."""
+    """Outputs and gradients by name; fed: incoming gradients of the outputs."""
     leaves = {
         name: x.detach().requires_grad_()
         for name, x in arguments.items()
@@ -115,8 +115,8 @@ def test_every_pair_has_a_cell():
 
 
 @pytest.mark.parametrize("number", range(len(CELLS)))
-def test_every_option_meets_every_other(number: int, float64_bounds):
-    """States stored in fewer bits are the loop's rounded once: of a rounding, at most one step of that dtype."""
+def test_all_pairs_of_options(number: int, float64_bounds):
+    """States stored in fewer bits are the loop's rounded once, within one ulp of that dtype."""
     a = arguments_of(CELLS[number])
     got, truth = results(wyfold.chunk_ttt_linear, a), of_the_loop(a)
     assert got.keys() == truth.keys()
@@ -133,13 +133,13 @@ def test_every_option_meets_every_other(number: int, float64_bounds):
             assert not got[name][:, end:].any(), name
 
 
-# --- dtypes that differ ----------------------------------------------------------------------------------------------
+# --- mixed dtypes ---------------------------------------------------------------------------------------------------
 
 PARAMETERS = ("w", "b", "eta", "eta_col")
 
 
 def judged(got: dict[str, Tensor], truth: dict[str, Tensor]) -> list[Verdict]:
-    """What is stored in 16 bits against the truth stored so; the rest against the target of float32."""
+    """Judge 16-bit results by the rounded truth, others by the target of float32."""
     return [
         judge(
             got[name],
@@ -155,7 +155,7 @@ def judged(got: dict[str, Tensor], truth: dict[str, Tensor]) -> list[Verdict]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("wide", [*PARAMETERS, "all of them"])
 def test_parameters_wider_than_the_tokens(dtype: torch.dtype, wide: str):
-    """q sets the arithmetic; a float64 weight or step size is taken, and gets a float64 gradient."""
+    """q sets the arithmetic; a float64 weight or step size is accepted and gets a float64 gradient."""
     a = inputs.draw(rule="ttt_linear", shape=Shape(1, 40, 1, 2, 8, 8), dtype=dtype, state="normal", eta_col="uniform")
     names = PARAMETERS if wide == "all of them" else (wide,)
     a = a | {name: a[name].double() for name in names} | {"output_final_state": True}

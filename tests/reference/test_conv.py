@@ -1,4 +1,4 @@
-"""The token loop of the short convolution, against PyTorch's own and across borders."""
+"""The token loop of the short convolution: PyTorch's convolution, states and packing."""
 
 from itertools import pairwise
 
@@ -46,7 +46,7 @@ def test_gradients_are_the_slopes(packed):
 
 @pytest.mark.parametrize("S", [None, 3, 5])
 @pytest.mark.parametrize("at", [0, 1, 2, 5, 9])
-def test_stopping_and_resuming_changes_no_bit(S, at):
+def test_resuming_from_a_state_changes_no_bit(S, at):
     x, weight = normal(B, T, D), normal(D, 4)
     state = None if S is None else normal(B, D, S)
     whole, end = causal_conv1d(x, weight, initial_state=state, output_final_state=True)
@@ -65,7 +65,7 @@ def test_the_state_is_the_latest_inputs_oldest_first():
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_packed_sequences_are_separate_and_spare_rows_untouched(packing):
+def test_packed_sequences_are_separate_and_other_rows_unread(packing):
     bounds, tokens = PACKINGS[packing].cu_seqlens, PACKINGS[packing].tokens
     x, weight, states = torch.randn(1, tokens, D), torch.randn(D, 4), torch.randn(len(bounds) - 1, D, 3)
     x[:, bounds[-1] :] = float("nan")

@@ -1,4 +1,4 @@
-"""The token loop of the delta rules: a second formula, finite differences, and what must hold to the last bit."""
+"""The token loop of the delta rules: a second formula, finite differences, and bitwise identities."""
 
 from itertools import pairwise
 
@@ -26,7 +26,7 @@ def wide(rule: str, shape: Shape = SHAPE, **names) -> dict:
 
 
 def leaves(arguments: dict) -> dict[str, Tensor]:
-    """The tensors among the arguments, made to ask for gradients."""
+    """The tensors among the arguments, with requires_grad set."""
     return {n: x.requires_grad_() for n, x in arguments.items() if isinstance(x, Tensor) and x.is_floating_point()}
 
 
@@ -35,7 +35,7 @@ def same(name: str, got: Tensor, truth: Tensor) -> None:
 
 
 def with_rows(arguments: dict, rows: slice) -> dict:
-    """The call on some tokens only."""
+    """The arguments restricted to some tokens."""
     return {
         n: x[:, rows] if isinstance(x, Tensor) and n not in PER_SEQUENCE else x
         for n, x in arguments.items()
@@ -92,12 +92,12 @@ def test_gradients_are_the_slopes(rule, packed):
     assert gradcheck(call, tuple(tensors.values()))
 
 
-# --- exact answers ---------------------------------------------------------------------------------------------------
+# --- exact results ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_one_hot_keys_make_it_a_dictionary(dtype):
-    """beta 1 writes, beta 0 does not: a read returns the last integer written under its key, exactly."""
+    """beta 1 writes, beta 0 does not: the output is exactly the last integer written under its key."""
     arguments = draw("one-hot", "delta_rule", Shape(B=2, T=40, H=2, HV=4, K=8, V=5), dtype=dtype)
     k, v, beta = arguments["k"], arguments["v"], arguments["beta"]
     o, _ = reference.delta_rule(**arguments | {"q": k, "scale": 1.0})
@@ -111,7 +111,7 @@ def test_one_hot_keys_make_it_a_dictionary(dtype):
                 assert torch.equal(o[b, t, j], memory.get(word, torch.zeros(5, dtype=dtype)))
 
 
-def test_beta_two_reflects_and_reflects_back():
+def test_beta_two_is_a_reflection():
     arguments = wide("delta_rule", Shape(B=1, T=1, H=1, HV=1, K=8, V=5), beta="two")
     twice = {n: x.repeat(1, 2, 1, 1)[..., : x.shape[-1]] for n, x in arguments.items() if n in ("q", "k", "v")}
     twice["beta"] = arguments["beta"].repeat(1, 2, 1)
@@ -224,8 +224,8 @@ def test_grouped_value_heads_are_copies_run_alone(rule):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_packed_sequences_are_separate_and_spare_rows_untouched(rule, packing):
-    """What no sequence owns is NaN here; neither outputs nor gradients may notice."""
+def test_packed_sequences_are_separate_and_other_rows_unread(rule, packing):
+    """Rows past the last boundary are NaN; outputs and gradients must not depend on them."""
     bounds, tokens = PACKINGS[packing].cu_seqlens, PACKINGS[packing].tokens
     shape = Shape(B=1, T=tokens, H=1, HV=2, K=4, V=3)
     names = {"gate": "model"} if rule in GATED else {}
@@ -240,7 +240,9 @@ def test_packed_sequences_are_separate_and_spare_rows_untouched(rule, packing):
     for n, (start, end) in enumerate(pairwise(bounds)):
         alone = with_rows(arguments, slice(start, end))
         o_n, final_n = RULES[rule](**alone | {"initial_state": arguments["initial_state"][n : n + 1]})
-        same("o", o[:, start:end], o_n)  # not to the bit: PyTorch's sigmoid rounds by an element's place in the tensor
+        same(
+            "o", o[:, start:end], o_n
+        )  # not to the bit: the rounding of PyTorch's sigmoid depends on an element's position in the tensor
         same("state", final[n : n + 1], final_n)
         if start == end:
             assert torch.equal(final[n], arguments["initial_state"][n])
@@ -252,7 +254,7 @@ def test_packed_sequences_are_separate_and_spare_rows_untouched(rule, packing):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_stopping_and_resuming_changes_no_bit(rule):
+def test_resuming_from_a_state_changes_no_bit(rule):
     arguments = draw("random", rule, SHAPE, state="normal") | {"output_final_state": True}
     o, final = RULES[rule](**arguments)
     head, carried = RULES[rule](**with_rows(arguments, slice(0, 4)))
@@ -283,7 +285,7 @@ def test_intermediate_states_are_the_final_states_of_prefixes(rule):
 # --- options ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_safe_gate_is_raised_to_its_bound_without_gradient():
+def test_a_safe_gate_is_clamped_at_its_bound_without_gradient():
     arguments = wide("kda", gate="-1") | {"safe_gate": True}
     arguments["g"][:, ::3] = -5.0
     arguments["g"][:, 1::3] = -7.0
@@ -317,7 +319,7 @@ def test_16_bit_inputs_are_computed_in_float32_and_rounded_once(rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_options_are_what_is_applied_before(rule):
+def test_options_equal_separate_operations(rule):
     """Norm, sigmoid and gate inside the operator against the same steps outside it."""
     names = {"gate": "model"} if rule in GATED else {}
     arguments = wide(rule, keys="huge", beta="logits", **names) | {"use_qk_l2norm_in_kernel": True}

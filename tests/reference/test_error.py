@@ -1,4 +1,4 @@
-"""The judge: right results pass, planted mistakes do not, and every rule can be the one that says no."""
+"""`judge`: correct results pass, planted errors fail, and each rule can be the one that fails."""
 
 import math
 
@@ -99,7 +99,7 @@ def planted_scale(x: Tensor) -> Tensor:
         (planted_scale, "rms"),
     ],
 )
-def test_planted_mistakes_are_found(truth, plant, said):
+def test_planted_errors_are_found(truth, plant, said):
     verdict = judge(plant(noisy(truth, 1)), truth, noisy(truth, 2), name="o")
     assert not verdict.passed and said in verdict.reason
     with pytest.raises(AssertionError, match=r"o +bfloat16"):
@@ -107,20 +107,20 @@ def test_planted_mistakes_are_found(truth, plant, said):
 
 
 def test_noise_in_one_row_hides_from_rms(truth):
-    """Why there is a row rule: one wrong row in 8,192 is far under any tolerance on the whole tensor."""
+    """The reason for the row rule: one wrong row in 8,192 is far below any tolerance on the whole tensor."""
     got = noisy(truth, 1)
     got[0, 1234, 1] *= 1.1
     verdict = judge(got, truth, noisy(truth, 2), name="o", target=4e-3)
     assert verdict.measured.rms < verdict.limits.rms and verdict.measured.row > 5 * verdict.limits.row
 
 
-def test_a_mistake_shared_with_the_yardstick_meets_the_target(truth):
+def test_an_error_shared_with_the_yardstick_exceeds_the_target(truth):
     shared = planted_scale(noisy(truth, 1))
     assert judge(shared, truth, shared, name="o").passed
     assert judge(shared, truth, shared, name="o", target=4e-3).reason == "over in rms"
 
 
-def test_a_yardstick_that_is_not_a_number_allows_nothing(truth):
+def test_a_nan_yardstick_allows_nothing(truth):
     verdict = judge(noisy(truth, 1), truth, planted_nan(noisy(truth, 2)), name="o")
     assert verdict.reason == "over in rms, largest, row"
 
@@ -134,7 +134,7 @@ def test_zero_must_be_zero():
     assert judge(got + 1e-30, truth, got, name="dg", natural_scale=1e6).passed
 
 
-def test_nothing_is_asked_where_the_truth_leaves_the_range():
+def test_elements_out_of_range_are_not_judged():
     truth = torch.tensor([[1.0, 1e300], [2.0, math.nan]], dtype=torch.float64)
     got = torch.tensor([[1.0, math.inf], [2.0, 7.0]])
     assert judge(got, truth, name="o", target=1e-6).passed

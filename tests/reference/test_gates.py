@@ -1,4 +1,4 @@
-"""Gates of the reference: their formulas, their gradients, and what they do at the ends of the number line."""
+"""Gates of the reference: formulas, gradients, and extreme inputs."""
 
 import math
 
@@ -18,8 +18,8 @@ def parameters(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.
     return torch.randn(HV, dtype=dtype), torch.randn(HV, K, dtype=dtype)
 
 
-def test_softplus_is_exact_where_others_turn_linear():
-    """log(1 + e^x) to the last digits of float64, from far below zero to far above."""
+def test_softplus_is_exact_where_torchs_is_linear():
+    """log(1 + e^x) to full float64 accuracy, from far below zero to far above."""
     x = torch.linspace(-40, 60, 1001, dtype=torch.float64)
     truth = torch.tensor([max(v, 0.0) + math.log1p(math.exp(-abs(v))) for v in x.tolist()], dtype=torch.float64)
     for got, exact in zip(-gdn_gate(x[:, None]), truth):
@@ -51,7 +51,7 @@ def test_gradients_are_the_slopes():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_floor_is_zero_after_exp_and_nothing_above_it_is_touched(dtype):
+def test_the_floor_has_exp_zero_and_larger_values_are_unchanged(dtype):
     g = torch.tensor([0.0, -1.0, -88.0, FLOOR[dtype], -1e6, -math.inf], dtype=dtype, requires_grad=True)
     assert torch.equal(floored(g)[:4], g[:4])
     decay = floored(g).exp()
@@ -71,7 +71,7 @@ def test_saturated_gates_have_finite_gradients(end, lower_bound):
         assert d.isfinite().all()
 
 
-def test_the_bound_itself_has_a_gradient_and_what_was_raised_to_it_has_none():
+def test_the_bound_has_a_gradient_and_clamped_values_have_none():
     g = torch.tensor([-4.0, -5.0, -5.5, -math.inf], requires_grad=True)
     raised = raise_to(g, -5.0)
     assert raised.tolist() == [-4.0, -5.0, -5.0, -5.0]

@@ -1,4 +1,4 @@
-"""Drawn inputs are reproducible and are what their names say."""
+"""Drawn inputs are reproducible and have the properties their names promise."""
 
 import math
 
@@ -37,7 +37,7 @@ def keys(name: str) -> Tensor:
 
 
 @pytest.mark.parametrize("name", inputs.KEYS)
-def test_keys_have_the_length_they_are_meant_to_have(name):
+def test_keys_have_the_length_of_their_names(name):
     length = torch.linalg.vector_norm(keys(name), dim=-1)
     wanted = {"zero": 0.0, "tiny": 1e-4, "huge": 1e4}.get(name, 1.0)
     assert (length - wanted).abs().max() <= 1e-14 * wanted
@@ -63,12 +63,12 @@ def test_keys_are_correlated_as_their_names_say():
 
 @pytest.mark.parametrize("name", inputs.GATES)
 @pytest.mark.parametrize("rule", ["gated_delta_rule", "kda"])
-def test_gates_never_grow_and_fit_the_rule(name, rule):
+def test_gates_are_never_positive_and_fit_the_rule(name, rule):
     g = draw("random", rule, SHAPE, gate=name)["g"]
     assert (g <= 0).all() and g.ndim == (3 if rule == "gated_delta_rule" else 4)
 
 
-def test_gates_are_where_their_names_say():
+def test_gates_have_the_values_of_their_names():
     def infinite(name: str) -> list[int]:
         g = draw("random", "kda", SHAPE, gate=name)["g"]
         at = g.isinf().flatten(2)
@@ -95,7 +95,7 @@ def test_a_model_starts_with_the_decays_of_its_paper(rule):
     assert step.min() > 1e-3 - 1e-9 and step.max() < 0.1 + 1e-9 and rate.min() >= 1 and rate.max() <= 16
 
 
-def test_what_needs_a_flag_brings_it():
+def test_arguments_that_need_a_flag_set_it():
     assert draw("random", "delta_rule", SHAPE, beta="logits")["use_beta_sigmoid_in_kernel"]
     assert draw("random", "kda", SHAPE, gate="model bounded")["lower_bound"] == -5.0
 

@@ -1,4 +1,4 @@
-"""The norms of the reference against PyTorch's own, and where they round."""
+"""The norms of the reference: PyTorch's norms, and the points of rounding."""
 
 import pytest
 import torch

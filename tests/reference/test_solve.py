@@ -1,4 +1,4 @@
-"""Key gram and triangular inverse: they invert each other's matrix, and together rebuild the recurrence."""
+"""Key Gram matrix and triangular inverse: formulas, inversion, and DeltaNet from both."""
 
 from itertools import pairwise
 
@@ -18,12 +18,12 @@ RULE_OF_RANK = {0: "delta_rule", 3: "gated_delta_rule", 4: "kda"}
 
 
 def chunk_of(x: Tensor, start: int, end: int) -> Tensor:
-    """Rows start to end of x [B, T, HV, C] as square matrices [B, HV, n, n]."""
+    """Rows start to end of x [B, T, HV, C], as square matrices [B, HV, n, n]."""
     return x[:, start:end, :, : end - start].transpose(1, 2)
 
 
 @pytest.mark.parametrize("rank", RULE_OF_RANK, ids=["no gate", "scalar gate", "channel gate"])
-def test_the_gram_is_the_decayed_product_of_keys(rank):
+def test_the_gram_matrix_is_the_decayed_product_of_keys(rank):
     arguments = draw("random", RULE_OF_RANK[rank], SHAPE, dtype=torch.float64)
     k, beta, g = arguments["k"], arguments["beta"], arguments.get("g")
     L = chunk_scaled_dot_kkt(k, beta, g, chunk_size=16)
@@ -37,7 +37,7 @@ def test_the_gram_is_the_decayed_product_of_keys(rank):
     require(judge(L, truth, name="L", target=O64))
 
 
-def test_an_infinite_gate_cuts_the_gram():
+def test_an_infinite_gate_zeroes_the_gram_matrix():
     arguments = draw("random", "gated_delta_rule", SHAPE, gate="reset one")
     L = chunk_scaled_dot_kkt(arguments["k"], arguments["beta"], arguments["g"], chunk_size=64)
     t = SHAPE.T // 2
@@ -67,7 +67,7 @@ def test_only_the_strictly_lower_part_is_read():
     assert torch.equal(X.bfloat16(), solve_tril(garbage, output_dtype=torch.bfloat16))
 
 
-def test_packed_sequences_start_their_own_grid():
+def test_each_packed_sequence_starts_a_chunk():
     bounds = [0, 5, 5, 25, 33]
     arguments = draw("random", "kda", Shape(B=1, T=37, H=1, HV=2, K=8, V=5))
     k, beta, g = arguments["k"], arguments["beta"], arguments["g"]
@@ -81,8 +81,8 @@ def test_packed_sequences_start_their_own_grid():
         assert torch.equal(L[:, start:end], alone) and torch.equal(X[:, start:end], solve_tril(alone))
 
 
-def test_gram_and_inverse_rebuild_delta_net():
-    """One chunk: the written values are A diag(beta) (V - K S0), the output reads S0 and them."""
+def test_gram_matrix_and_inverse_give_delta_net():
+    """One chunk: the written values are A diag(beta) (V - K S0); the output reads S0 and these."""
     shape = Shape(B=2, T=16, H=2, HV=4, K=8, V=5)
     arguments = draw("random", "delta_rule", shape, dtype=torch.float64, state="normal")
     q, k = (arguments[n].repeat_interleave(2, dim=2).transpose(1, 2) for n in ("q", "k"))

@@ -1,4 +1,4 @@
-"""The token loop of TTT-Linear: its inner step is a gradient step, and mini-batches are part of the model."""
+"""The token loop of TTT-Linear: the inner step is a gradient step, and mini-batches are part of the model."""
 
 from itertools import pairwise
 
@@ -32,9 +32,9 @@ def with_rows(arguments: dict, rows: slice) -> dict:
 
 @pytest.mark.parametrize("published", [False, True], ids=["plain", "published"])
 def test_the_inner_step_descends_the_reconstruction_loss(published):
-    """One head, one mini-batch at a time, with autograd in the place of the written gradient and PyTorch's own norm.
+    """One head, one mini-batch at a time, with autograd's gradient and PyTorch's norm.
 
-    A token's factor weighs its share of the loss, and the published residual is the query.
+    A token's factor weights its loss, and the published residual is the query.
     """
     m, eps = 4, 1e-6
     arguments = wide(eta_col="signed") if published else wide()
@@ -80,7 +80,7 @@ def test_gradients_are_the_slopes(packed):
     assert gradcheck(call, tuple(tensors.values()))
 
 
-def test_only_known_residuals_are_taken():
+def test_unknown_residuals_are_refused():
     with pytest.raises(ValueError, match='residual must be "o" or "q", got None'):
         ttt_linear(**wide(), residual=None)
 
@@ -114,7 +114,7 @@ def test_resuming_at_a_mini_batch_changes_no_bit_and_elsewhere_starts_a_new_one(
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_packed_sequences_are_separate_and_spare_rows_untouched(packing):
+def test_packed_sequences_are_separate_and_other_rows_unread(packing):
     bounds, tokens = PACKINGS[packing].cu_seqlens, PACKINGS[packing].tokens
     shape = Shape(B=1, T=tokens, H=1, HV=2, K=4, V=4)
     arguments = draw("random", "ttt_linear", shape, state="normal", sequences=len(bounds) - 1)

@@ -35,8 +35,8 @@ def gradients(model: nn.Module, **where) -> list[torch.Tensor]:
 @pytest.fixture
 def runs(monkeypatch) -> list[int]:
     """A list that grows by one with each forward of a recurrence."""
-    forward, found = pipeline.delta_parts.forward, []
-    monkeypatch.setattr(pipeline.delta_parts, "forward", lambda *given: found.append(1) or forward(*given))
+    forward, found = pipeline.delta_eager.forward, []
+    monkeypatch.setattr(pipeline.delta_eager, "forward", lambda *given: found.append(1) or forward(*given))
     return found
 
 
