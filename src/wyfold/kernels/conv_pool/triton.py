@@ -119,16 +119,16 @@ def wyfold_conv_pool_triton(
             tl.store(p_row + i * s_y[1], tl.zeros((BD,), p_y.dtype.element_ty), mask=m_d)
         return
 
-    there = m_d
+    has_state = m_d
     if p_given is not None:
-        there = there & (tl.load(p_given + i_n) != 0)
+        has_state = has_state & (tl.load(p_given + i_n) != 0)
     begin = i_n * 0
     if p_accepted is not None:
         begin = tl.minimum(tl.maximum(tl.load(p_accepted + i_n).to(tl.int64) - 1, 0), S - (W - 1))
     p_slot = p_pool + slot * s_pool[0] + o_d * s_pool[1]
     window: tl.tuple = ()
     for i in tl.static_range(W - 1):
-        window = window + (load_row(p_slot, (begin + i) * s_pool[2], there),)
+        window = window + (load_row(p_slot, (begin + i) * s_pool[2], has_state),)
     w, b_bias = load_taps(p_w, s_w, p_bias, o_d, m_d, W)
     tl.debug_barrier()  # a thread may overwrite an entry that another thread still reads
     if length > 0:

@@ -39,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from wyfold.kernels.records import Prepared, Slots
-from wyfold.kernels.scan.triton import SLOT_NUMBERS, scan_key, scanned, slot_arguments
+from wyfold.kernels.scan.triton import SLOT_NUMBERS, scan_key, sequences_to_run, slot_arguments
 from wyfold.runtime.chunk_layout import ChunkGrid, Segments
 from wyfold.runtime.kernel_configs import tuned
 from wyfold.runtime.kernel_launch import launch_kernel
@@ -113,9 +113,9 @@ def scan(
             sequence.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
-    side_by_side = grid.sequences if segments is None else segments.expected
-    named, shift, count = scanned(grid, segments, behind)
-    config = tuned("scan.gluon", scan_key(key, side_by_side, v, kept=False), q.device)
+    concurrent = grid.sequences if segments is None else segments.expected
+    selected, shift, count = sequences_to_run(grid, segments, behind)
+    config = tuned("scan.gluon", scan_key(key, concurrent, v, kept=False), q.device)
     BV, parts, out = (config.blocks[name] for name in ("BV", "PARTS", "OUT"))
     if prepared.q is None:
         q, k = tma_readable(q, C, K), tma_readable(k, C, K)
@@ -139,7 +139,7 @@ def scan(
         None if segments is None else segments.sequence,
         None if segments is None else segments.first,
         0 if segments is None else segments.sequences,
-        named,
+        selected,
         shift,
         *slot_arguments(initial_state, slots),
         grid.cu,
@@ -322,7 +322,7 @@ def wyfold_scan_gluon(
     p_sequence,
     p_first_segment,
     N,
-    p_named,
+    p_selected,
     shift,
     p_source,
     s_source,
@@ -359,8 +359,8 @@ def wyfold_scan_gluon(
     BW: gl.constexpr = BV // PARTS
     pid = gl.program_id(0).to(gl.int64)
     i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, pid // (NV * HV)
-    if p_named is not None:
-        i_n = gl.load(p_named + i_n) + shift
+    if p_selected is not None:
+        i_n = gl.load(p_selected + i_n) + shift
     i_h = i_hv // (HV // H)
     i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
     i_tile = i_c * HV + i_hv

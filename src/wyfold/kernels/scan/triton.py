@@ -93,17 +93,17 @@ def scan(
             without a live slot. None: states are indexed by sequence.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
-    side_by_side = grid.sequences if segments is None else segments.expected
-    named, shift, count = scanned(grid, segments, behind)
-    config = tuned("scan.triton", scan_key(key, side_by_side, v, kept=states is not None), q.device)
+    concurrent = grid.sequences if segments is None else segments.expected
+    selected, shift, count = sequences_to_run(grid, segments, behind)
+    config = tuned("scan.triton", scan_key(key, concurrent, v, kept=states is not None), q.device)
     BK, BV = tile_width(K), min(config.blocks["BV"], tile_width(V))
     channel = prepared.q is not None
     folded = prepared.E is not None
     factors = prepared.E, None if folded else prepared.W, prepared.F if folded else prepared.FB
-    where = prepared.q if channel else q, prepared.k if channel else k, v, *prepared[:2], *factors, o
+    inputs = prepared.q if channel else q, prepared.k if channel else k, v, *prepared[:2], *factors, o
     # The block of a wider output would need shared memory that the tiles occupy.
-    descriptors = _descriptors(where, C, BK, BV) if has_tma(q.device) and o.dtype == v.dtype else None
-    x_q, x_k, x_v, x_rows, x_total, x_E, p_W, p_F, x_o = descriptors or where
+    descriptors = _descriptors(inputs, C, BK, BV) if has_tma(q.device) and o.dtype == v.dtype else None
+    x_q, x_k, x_v, x_rows, x_total, x_E, p_W, p_F, x_o = descriptors or inputs
     launch_kernel(
         wyfold_scan_triton,
         count * HV * -(-V // BV),
@@ -133,7 +133,7 @@ def scan(
         None if segments is None else segments.sequence,
         None if segments is None else segments.first,
         0 if segments is None else segments.sequences,
-        named,
+        selected,
         shift,
         *slot_arguments(initial_state, slots),
         grid.cu,
@@ -210,7 +210,7 @@ def slot_arguments(pool: Tensor | None, slots: Slots | None) -> SlotArguments:
     return SlotArguments(source, next(steps), target, next(steps), slots.given, pool.shape[0], slots.pad)
 
 
-def scanned(grid: ChunkGrid, segments: Segments | None, behind: bool | None) -> tuple[Tensor | None, int, int]:
+def sequences_to_run(grid: ChunkGrid, segments: Segments | None, behind: bool | None) -> tuple[Tensor | None, int, int]:
     """Which of the grid's sequences a launch runs, as a tensor and an offset for the kernels, and their count.
 
     Unused borders select segments without a token.
@@ -258,7 +258,7 @@ def wyfold_scan_triton(
     p_sequence,
     p_first_segment,
     N,
-    p_named,
+    p_selected,
     shift,
     p_source,
     s_source,
@@ -297,8 +297,8 @@ def wyfold_scan_triton(
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
     i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, pid // (NV * HV)
-    if p_named is not None:
-        i_n = tl.load(p_named + i_n) + shift
+    if p_selected is not None:
+        i_n = tl.load(p_selected + i_n) + shift
     i_h = i_hv // (HV // H)
     column = (i_v * BV).to(tl.int32)
     i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)

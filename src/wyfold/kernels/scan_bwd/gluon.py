@@ -83,7 +83,7 @@ def scan_bwd(
     options: DeltaOptions,
     key: str,
     dS0: Tensor | None,
-    found: TokenBorders,
+    borders: TokenBorders,
     segments: Segments | None = None,
     entering: Tensor | None = None,
     leaving: Tensor | None = None,
@@ -115,7 +115,7 @@ def scan_bwd(
     if prepared.q is None:
         q, k = tma_readable(q, C, K), tma_readable(k, C, K)
     v, do = tma_readable(v, C, BV // parts), tma_readable(do, C, BV // parts)
-    descriptors = require_descriptors("scan_bwd", _descriptors(q, k, v, prepared, do, found, C, BV // parts))
+    descriptors = require_descriptors("scan_bwd", _descriptors(q, k, v, prepared, do, borders, C, BV // parts))
     launch_kernel(
         wyfold_scan_bwd_gluon,
         halves * grid.sequences * HV * (V // BV),
@@ -161,14 +161,14 @@ def scan_bwd(
 
 
 def _descriptors(
-    q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, do: Tensor, found: TokenBorders, C: int, BW: int
+    q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, do: Tensor, borders: TokenBorders, C: int, BW: int
 ) -> list[Any] | None:
     """The kernel's first arguments, as descriptors where TMA accesses them; None if one cannot have a descriptor."""
     rows, total, q_tiles, k_tiles, E, F, W = prepared[:7]
     K, channel = q.shape[3], q_tiles is not None
     if W is None:
         return None
-    given = q, k, v, do, rows, total, E, F, W, *found
+    given = q, k, v, do, rows, total, E, F, W, *borders
     descriptors = all_or_none(
         given,
         (
@@ -181,10 +181,10 @@ def _descriptors(
             None if E is None else tile_descriptor(E, C, K),
             None if F is None else upper_descriptor(F),
             upper_descriptor(W),
-            tile_descriptor(found.S, BW, K),
-            tile_descriptor(found.dS, BW, K),
-            tile_descriptor(found.e, C, BW),
-            tile_descriptor(found.X, C, BW),
+            tile_descriptor(borders.S, BW, K),
+            tile_descriptor(borders.dS, BW, K),
+            tile_descriptor(borders.e, C, BW),
+            tile_descriptor(borders.X, C, BW),
         ),
     )
     return None if descriptors is None else gluon_descriptors(descriptors)

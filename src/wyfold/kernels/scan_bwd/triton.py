@@ -62,7 +62,7 @@ def scan_bwd(
     options: DeltaOptions,
     key: str,
     dS0: Tensor | None,
-    found: TokenBorders,
+    borders: TokenBorders,
     segments: Segments | None = None,
     entering: Tensor | None = None,
     leaving: Tensor | None = None,
@@ -80,7 +80,7 @@ def scan_bwd(
         options: Uses `scale`.
         key: Key of the launch configuration.
         dS0: [N, HV, K, V] view, written, or None.
-        found: From `token_borders`, written.
+        borders: From `token_borders`, written.
         segments: Layout of the segments, whose sequences are those of the states; None if no sequence is cut.
         entering, leaving: [borders, HV, K, V] views, states at the segments' borders and their gradients.
         half: Half to run: "forward" reads no gradient of a state, "reverse" no state.
@@ -90,9 +90,9 @@ def scan_bwd(
     config = tuned("scan_bwd.triton", scan_bwd_key(key, grid.sequences, v), q.device)
     BK, BV = tile_width(K), min(config.blocks["BV"], tile_width(V))
     channel = prepared.q is not None
-    where = prepared.q if channel else q, prepared.k if channel else k, v, do, *prepared[:2], *prepared[4:7], *found
-    descriptors = _descriptors(where, C, BK, BV) if has_tma(q.device) else None
-    x_q, x_k, x_v, x_do, *x_tiles = descriptors or where
+    inputs = prepared.q if channel else q, prepared.k if channel else k, v, do, *prepared[:2], *prepared[4:7], *borders
+    descriptors = _descriptors(inputs, C, BK, BV) if has_tma(q.device) else None
+    x_q, x_k, x_v, x_do, *x_tiles = descriptors or inputs
     launch_kernel(
         wyfold_scan_bwd_triton,
         halves * grid.sequences * HV * -(-V // BV),

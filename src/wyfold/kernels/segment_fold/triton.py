@@ -140,12 +140,12 @@ def _all_maps_zero(
     Then the summaries at the borders are already the states. `segment_summary` marks such a map by the sign of its
     zeros.
     """
-    SOME: tl.constexpr = 8
+    STEP: tl.constexpr = 8
     o_k = tl.arange(0, BK)
     o_v = column + tl.arange(0, BV)
     adds = 0
-    for first_border in range(start, stop - 1, SOME):
-        r = first_border + tl.arange(0, SOME).to(tl.int64)
+    for first_border in range(start, stop - 1, STEP):
+        r = first_border + tl.arange(0, STEP).to(tl.int64)
         m_r = (r < stop - 1)[:, None]
         m_k = m_r & (o_k < K)[None, :]
         diagonal = (r + 1)[:, None] * s_M[0] + i_hv * s_M[1] + o_k[None, :].to(tl.int64) * (s_M[2] + s_M[3])

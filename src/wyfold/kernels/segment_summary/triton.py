@@ -69,9 +69,9 @@ def segment_summary(
     config = tuned("segment_summary.triton", key, k.device)
     C, BK, BV = grid.chunk_size, tile_width(K), min(config.blocks["BV"], tile_width(V))
     channel, folded = prepared.k is not None, prepared.E is not None
-    where = prepared.k if channel else k, v, *prepared[:2], prepared.E, None if folded else prepared.W
-    descriptors = _descriptors(where, C, BK, BV) if has_tma(k.device) else None
-    x_k, x_v, *x_tiles = descriptors or where
+    inputs = prepared.k if channel else k, v, *prepared[:2], prepared.E, None if folded else prepared.W
+    descriptors = _descriptors(inputs, C, BK, BV) if has_tma(k.device) else None
+    x_k, x_v, *x_tiles = descriptors or inputs
     launch_kernel(
         wyfold_segment_summary_triton,
         segments.borders * HV * (-(-V // BV) + -(-K // BV)),
@@ -152,7 +152,7 @@ def segment_summary_bwd(
     config = tuned("segment_summary.triton", f"{key} bwd", q.device)
     C, BK, BV = grid.chunk_size, tile_width(K), min(config.blocks["BV"], tile_width(V))
     channel, folded = prepared.q is not None, prepared.E is not None
-    where = (
+    inputs = (
         *((prepared.q, prepared.k) if channel else (q, k)),
         do,
         *prepared[:2],
@@ -160,8 +160,8 @@ def segment_summary_bwd(
         prepared.F,
         None if folded else prepared.W,
     )
-    descriptors = _reverse_descriptors(where, C, BK, BV) if has_tma(q.device) else None
-    x_q, x_k, x_do, *x_tiles = descriptors or where
+    descriptors = _reverse_descriptors(inputs, C, BK, BV) if has_tma(q.device) else None
+    x_q, x_k, x_do, *x_tiles = descriptors or inputs
     launch_kernel(
         wyfold_segment_summary_bwd_triton,
         segments.borders * HV * -(-V // BV),

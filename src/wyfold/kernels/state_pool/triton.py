@@ -13,10 +13,10 @@ from wyfold.runtime.kernel_configs import Config, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.index.triton import store_tokens, strides
 
-CLEARED: tl.constexpr = tl.constexpr(16)
+CLEAR_ROWS: tl.constexpr = tl.constexpr(16)
 """Output rows zeroed per step."""
 
-SOUGHT: tl.constexpr = tl.constexpr(256)
+SEARCH_STEP: tl.constexpr = tl.constexpr(256)
 """Sequences searched per step for the one that owns a row."""
 
 
@@ -163,10 +163,10 @@ def wyfold_state_pool_triton(
     o_s = (i_piece * BN).to(tl.int32) + tl.arange(0, BN)
     m_s = o_s < NUMBERS
     if ENTERING:
-        there = live
+        has_state = live
         if p_given is not None:
-            there = there & (tl.load(p_given + i_n) != 0)
-        b_S = tl.load(p_from + slot * s_from[0] + i_hv * s_from[1] + o_s, mask=m_s & there, other=0.0)
+            has_state = has_state & (tl.load(p_given + i_n) != 0)
+        b_S = tl.load(p_from + slot * s_from[0] + i_hv * s_from[1] + o_s, mask=m_s & has_state, other=0.0)
         tl.store(p_to + i_n * s_to[0] + i_hv * s_to[1] + o_s, b_S.to(p_to.dtype.element_ty), mask=m_s)
     else:
         to = slot
@@ -181,10 +181,10 @@ def wyfold_state_pool_triton(
                 if p_cu is not None:
                     b, t = i_n * 0, tl.load(p_cu + i_n)
                     length = tl.load(p_cu + i_n + 1) - t
-                zeros = tl.zeros((CLEARED, BV), tl.float32)
-                for row in range(0, length, CLEARED):
-                    rows = tl.minimum(length - row, CLEARED).to(tl.int32)
-                    store_tokens(p_o, s_o, b, t + row, i_hv, 0, rows, zeros, V, CLEARED, BV)
+                zeros = tl.zeros((CLEAR_ROWS, BV), tl.float32)
+                for row in range(0, length, CLEAR_ROWS):
+                    rows = tl.minimum(length - row, CLEAR_ROWS).to(tl.int32)
+                    store_tokens(p_o, s_o, b, t + row, i_hv, 0, rows, zeros, V, CLEAR_ROWS, BV)
 
 
 @triton.jit(do_not_specialize=["s_where", "N", "each", "slots", "kept_slots", "pad"])
@@ -215,8 +215,8 @@ def wyfold_state_pool_between_triton(
     if p_first is not None:
         # The row's sequence is the number of sequences that end at or before it; N: the row is unused.
         i_n = i_row * 0
-        for start in range(0, N, SOUGHT):
-            o_n = start + tl.arange(0, SOUGHT)
+        for start in range(0, N, SEARCH_STEP):
+            o_n = start + tl.arange(0, SEARCH_STEP)
             b_end = tl.load(p_first + o_n + 1, mask=o_n < N, other=i_row + 1)
             i_n += tl.sum((b_end <= i_row).to(tl.int64), axis=0)
     slot = i_n

@@ -160,10 +160,10 @@ def segment_coords(i_s, p_sequence, p_first, N):
     Past the last segment: sequence N, and neither begins nor ends.
     """
     i_n = tl.load(p_sequence + i_s)
-    here = i_n < N
+    exists = i_n < N
     begins = tl.load(p_first + i_n) == i_s
-    ends = tl.load(p_first + i_n + 1, mask=here, other=0) == i_s + 1
-    return i_n, i_s - i_n, begins & here, ends
+    ends = tl.load(p_first + i_n + 1, mask=exists, other=0) == i_s + 1
+    return i_n, i_s - i_n, begins & exists, ends
 
 
 @triton.jit
@@ -179,13 +179,13 @@ def slot_coords(i_n, p_source, s_source, p_target, s_target, p_given, slots, pad
     if p_source is not None:
         i_from = tl.load(p_source + i_n * s_source).to(tl.int64)
     live = (i_from > pad) & (i_from < slots)
-    there = live
+    has_state = live
     if p_given is not None:
-        there = there & (tl.load(p_given + i_n) != 0)
+        has_state = has_state & (tl.load(p_given + i_n) != 0)
     i_to = i_from
     if p_target is not None:
         i_to = tl.load(p_target + i_n * s_target).to(tl.int64)
-    return i_from, there, i_to, live & (i_to > pad) & (i_to < slots), live
+    return i_from, has_state, i_to, live & (i_to > pad) & (i_to < slots), live
 
 
 @triton.jit
@@ -443,13 +443,13 @@ def token_row(strides, b, t, h, column, W: tl.constexpr, BW: tl.constexpr):
 
 
 @triton.jit
-def load_token_row(p, strides, b, t, h, column, here, W: tl.constexpr, BW: tl.constexpr):
-    """Load one token of one head, columns column..; zeros if `here` is false.   [BW]
+def load_token_row(p, strides, b, t, h, column, exists, W: tl.constexpr, BW: tl.constexpr):
+    """Load one token of one head, columns column..; zeros if `exists` is false.   [BW]
 
     A vector, not a tile of one row: it puts no constraint on the register layouts of the tiles it meets.
     """
     offsets, mask = token_row(strides, b, t, h, column, W, BW)
-    return tl.load(p + offsets, mask=mask & here, other=0.0)
+    return tl.load(p + offsets, mask=mask & exists, other=0.0)
 
 
 @triton.jit
@@ -460,9 +460,9 @@ def store_token_row(p, strides, b, t, h, column, x, W: tl.constexpr, BW: tl.cons
 
 
 @triton.jit
-def load_token_number(p, strides, b, t, h, here):
-    """Load one number per token and head as float32; zero if `here` is false."""
-    return tl.load(p + b * strides[0] + t * strides[1] + h * strides[2], mask=here, other=0.0).to(tl.float32)
+def load_token_number(p, strides, b, t, h, exists):
+    """Load one number per token and head as float32; zero if `exists` is false."""
+    return tl.load(p + b * strides[0] + t * strides[1] + h * strides[2], mask=exists, other=0.0).to(tl.float32)
 
 
 @triton.jit
