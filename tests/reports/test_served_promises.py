@@ -39,7 +39,7 @@ def test_prefill_has_the_bits_of_the_operator_without_segments(rule: str, float6
 
 
 def test_the_docstring_states_where_the_bits_are_equal():
-    assert "cuts no sequence into segments" in " ".join(serving.prefill.__doc__.split())
+    assert "`prefill` never uses segments" in " ".join(serving.prefill.__doc__.split())
 
 
 @pytest.mark.parametrize("rule", ["gated_delta_rule", "kda"])

@@ -183,7 +183,7 @@ def chunk_grid(batch: int, tokens: int, chunk_size: int, cu_seqlens: Tensor | No
 
 
 class Cut(NamedTuple):
-    """How long sequences are cut into segments: runs of whole chunks that are scanned in parallel.
+    """Rule for cutting long sequences into segments: runs of whole chunks that are scanned in parallel.
 
     A sequence of n chunks is left whole if n < CUT_FROM * chunks. Otherwise it is cut after every
     max(chunks, ceil(n / most)) chunks. Only the length of the sequence matters, not the rest of the batch.

@@ -98,7 +98,7 @@ def tile_width(width: int) -> int:
 
 @functools.cache
 def hardware_limit(architecture: str, kernel: str, key: str) -> str:
-    """Why a kernel with this key exceeds the GPU's resources, from `configs/support.json`; empty if it fits."""
+    """Reason why a kernel with this key exceeds the GPU's resources, from `configs/support.json`; empty if it fits."""
     for limit in json.loads(triton_support.config_text("support"))["beyond"]:
         architectures, words = limit["architectures"], limit["key"].split()
         if kernel == limit["kernel"] and architecture in architectures and _words(key).issuperset(words):

@@ -29,7 +29,7 @@ from torch import Tensor
 
 
 class CompiledLaunch(NamedTuple):
-    """What a launch of one compiled kernel on one device takes.
+    """A compiled kernel on one device, in the form in which it is launched.
 
     Attributes:
         run: Triton's launcher.
@@ -51,7 +51,7 @@ _launches: dict[tuple[Any, ...], CompiledLaunch] = {}
 """Kernel, device, specialization of the arguments, constexprs and options -> the launch."""
 
 _thread = threading.local()
-"""Of each thread, where set: `observer`, `step_map` and `collector` of the contexts below; `entered`."""
+"""State of a thread: `observer`, `step_map` and `collector` of the contexts below, and `entered`. Each may be unset."""
 
 
 def launch_kernel(kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> None:
@@ -67,6 +67,7 @@ def launch_kernel(kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> 
     enter_context(arguments)
     observer = getattr(_thread, "observer", None)
     collector = getattr(_thread, "collector", None)
+    # Triton itself launches interpreted kernels, hooked kernels, and kernels with unknown types of arguments.
     by_triton = not hasattr(kernel, "device_caches") or has_launch_hooks(kernel)
     specialization = None if by_triton else _specialization(arguments)
     if specialization is None:
@@ -135,10 +136,11 @@ def current_stream(device: int) -> Any:
 
 
 def _specialization(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]] | None:
-    """What the code depends on, and what the launcher takes; None if an argument is not recognised.
+    """Specialization key of the arguments, and the launcher's arguments; None if an argument is not recognised.
 
-    The former holds no tensor, no address and no length. The latter has addresses instead of tensors. Triton's launcher
-    takes these too, and then does not query the driver for the device of each: the operators have checked that.
+    The key holds everything that the compiled code depends on, but no tensor, address or length. The launcher's
+    arguments have addresses instead of tensors. Triton's launcher then does not query the driver for the device of each
+    tensor, which the operators have checked.
     """
     kinds: list[Any] = []
     flat = list(arguments)
@@ -344,7 +346,7 @@ def dry_run(collector: Callable[..., None]) -> Iterator[None]:
 
 
 def _compiled_launch(compiled: Any, arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> CompiledLaunch:
-    """How to launch a kernel that Triton compiled for these arguments.
+    """The `CompiledLaunch` of a kernel that Triton compiled for these arguments.
 
     For a kernel with descriptors, Triton wraps its launcher in a function that searches all arguments for them. Their
     places are known here, so the wrapped launcher is used, where it is found as in Triton 3.6 and 3.7.

@@ -27,7 +27,7 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call runs, and why not another backend.
+    """The launches of one call, and the reasons against other backends.
 
     Attributes:
         operator: Public name of the operator.

@@ -216,7 +216,7 @@ class _Recorder(OperationMode):
             self.track(view, _Location(number, offset + int(view.storage_offset() - x.storage_offset()) * x.itemsize))
 
     def locate(self, x: Any, _: int = 0) -> _Location:
-        """Where a tensor is; also the map that binds a launch's pointers to numbers."""
+        """Location of a tensor. As an argument of `rebind`, it numbers the pointers of a launch."""
         if id(x) not in self.locations:
             raise _NotRecordable("a tensor of unknown origin is used")
         return self.locations[id(x)]

@@ -30,7 +30,7 @@ WHOLE = Cut(0, 1)
 
 
 def cut(heads: int, K: int, V: int, chunk_size: int, processors: int, max_splits: int | None = None) -> Cut:
-    """How long sequences are cut, by the split rule.
+    """The cut of long sequences by the split rule.
 
     If a sequence is spread evenly over the GPU, every multiprocessor scans
 

@@ -63,7 +63,7 @@ def support_for(architecture: str, version: str) -> Support:
 
 @functools.cache
 def version_refusal(version: str) -> str:
-    """Why a version of Triton is not supported on any GPU, and which torch to install; empty if it is supported.
+    """Reason why a version of Triton is not supported on any GPU, and the torch to install; empty if it is supported.
 
     Args:
         version: Of Triton; empty if it is not installed.
@@ -113,7 +113,7 @@ def trust_interpreter() -> None:
 
 
 def interpreter_refusal() -> str:
-    """Why kernels must not run in this process's interpreter; empty if they may, or if there is no interpreter."""
+    """Reason why kernels must not run in this process's interpreter; empty if they may, or if there is none."""
     if not can_interpret() or _repaired_interpreter:
         return ""
     return (
