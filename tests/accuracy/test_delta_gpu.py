@@ -33,7 +33,9 @@ WIDTHS += [(rule, K, V) for rule in RULES for K, V in ((96, 40), (32, 32))]
 WIDTHS += [("delta_rule", 8, 16), ("gated_delta_rule", 24, 64), ("kda", 16, 24)]
 PREPARED = [("delta_rule", None), ("gated_delta_rule", "model"), ("kda", "model"), ("kda", "model bounded")]
 FEW = 64
-"""Numbers, such as a gate parameter's gradient: their error is one draw and not a size. The target alone binds them."""
+"""Number of elements, as of a gate parameter's gradient, below which an error varies by chance: only the target
+applies.
+"""
 
 Call = dict[str, Any]
 
@@ -165,8 +167,8 @@ def fla(card) -> Callable[[str], Callable[..., Any]]:
     torch.use_deterministic_algorithms(True)
 
 
-SHORT = {("delta_rule", "identical"): {"state": 1.8, "dq": 1.4, "dk": 1.2}}
-"""Where it is known to be further, and by how much: W is one bfloat16 (docs/numerics.md, "Beside fla")."""
+KNOWN_EXCESS = {("delta_rule", "identical"): {"state": 1.8, "dq": 1.4, "dk": 1.2}}
+"""Factors by which our error is known to exceed fla's: W is one bfloat16 (docs/numerics.md, "Beside fla")."""
 
 
 @pytest.mark.parametrize("family", ["random", "uniform+", "identical"])
@@ -185,6 +187,6 @@ def test_no_further_from_the_truth_than_fla(rule: str, family: str, fla, placed,
     further = {}
     for name, x in truth.items():
         us, them = rms(ours[name].cpu(), x), rms(theirs[name].cpu(), x)
-        if not us <= SHORT.get((rule, family), {}).get(name, 1.05) * them:
+        if not us <= KNOWN_EXCESS.get((rule, family), {}).get(name, 1.05) * them:
             further[name] = f"{us:.2e} against {them:.2e}"
     assert not further

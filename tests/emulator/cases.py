@@ -1,4 +1,4 @@
-"""Cases of an emulated kernel: every combination of its axes, and the part of them that every run takes."""
+"""Cases of an emulated kernel: every combination of its axes, and a default subset for every run."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ class Case(NamedTuple):
 
 
 def cases(*axes: Sequence[Any]) -> list[Case]:
-    """All combinations. Two of every value of the first axis are default, one with each schedule; every value of the
-    other axes is in one of them."""
+    """All combinations. The default ones are two for every value of the first axis, one with each schedule.
+
+    Every value of the other axes is in one of the default cases.
+    """
     lengths = [len(axis) for axis in axes]
     default = set()
     for i in range(max(2 * lengths[0], *lengths)):

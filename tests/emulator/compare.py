@@ -1,4 +1,4 @@
-"""Comparison of what an emulated kernel wrote with what it should have written."""
+"""Comparison of an emulated kernel's results with the expected ones."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ FLOAT32_OPERATIONS = 32 * torch.finfo(torch.float32).eps
 
 
 def require_close(machine: Machine, bound: float = ROUNDINGS_DIFFER, **pairs: tuple[Tensor, Tensor]) -> None:
-    """Fail unless every result is within `bound` of what is expected, in relative RMS. NaN fails.
+    """Fail unless every result is within `bound` of the expected tensor, in relative RMS. NaN fails.
 
     Args:
-        machine: That ran the kernel.
+        machine: The machine that ran the kernel.
         bound: Largest relative RMS error.
         pairs: Result and expected tensor, by name.
     """

@@ -1,6 +1,6 @@
 """Random arguments for the delta family's scans, chunk by chunk for their formulas.
 
-Factors (E, F, W, ...) are random as well: the kernels must be right for any factors.
+Factors (E, F, W, ...) are random as well: the kernels must be correct for any factors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a program of the emulator ends with if it is wrong."""
+"""The error with which a program of the emulator ends if it is wrong."""
 
 
 class Fault(Exception):

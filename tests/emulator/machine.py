@@ -215,7 +215,7 @@ class Program:
                 partition.finish()
         except _Stopped:
             pass
-        except BaseException as error:  # raised in the thread that launches
+        except BaseException as error:  # re-raised in the launching thread
             error.add_note(f"in {partition.name}")
             self.error = self.error or error
         self.partitions.remove(partition)

@@ -240,7 +240,7 @@ def test_a_fault_is_found(fault: str):
 
 
 def ending(fault: str, machine: Machine) -> str:
-    """How a run of the pipeline ends: the message of the fault, "wrong numbers", or "" if it is right."""
+    """How a run of the pipeline ends: the message of the fault, "wrong numbers", or "" if it is correct."""
     x = torch.randint(-4, 5, (TILES, N, N)).bfloat16()
     out, last = torch.full((TILES, N, N), torch.nan), torch.full((N, N), torch.nan)
     given = *gluon_descriptors([tile_descriptor(y, N, N) for y in (x, out)]), last

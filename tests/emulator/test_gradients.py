@@ -39,7 +39,7 @@ CASES = cases(CALLS, KINDS)
 
 
 class Tokens(NamedTuple):
-    """Of [B, T, H, ..] tensors, or of one head's rows; g: log gates, one or K numbers a token."""
+    """Per-token tensors, [B, T, H, ..] or the rows of one head; g: log gates, one or K numbers a token."""
 
     q: Tensor
     k: Tensor
@@ -51,7 +51,7 @@ class Tokens(NamedTuple):
 
 @dataclass
 class Call:
-    """Arguments of a launch, and the gradients that it should leave."""
+    """Arguments of a launch, and the expected gradients."""
 
     kind: str
     given: dict[str, Any]
@@ -97,7 +97,7 @@ def draw(
     norm: bool = False,
     activated: torch.dtype | None = None,
 ) -> Call:
-    """activated: the gate is of this dtype, and becomes a log gate in the kernel."""
+    """A random call; activated: the gate has this dtype, and the kernel computes the log gate from it."""
     x, raw, parameters = drawn(kind, gate, (B, T, H), norm, activated)
     spans = [(0, a, b) for a, b in itertools.pairwise(cu)] if cu else [(b, 0, T) for b in range(B)]
     want = truth(x, raw, spans, norm, parameters)
@@ -117,7 +117,7 @@ def draw(
 def drawn(
     kind: str, gate: str, shape: tuple[int, int, int], norm: bool, activated: torch.dtype | None
 ) -> tuple[Tokens, Tensor | None, dict[str, Tensor | None]]:
-    """Tokens, the gate as it is given, and the parameters that make it a log gate."""
+    """Tokens, the raw gate, and the parameters of its activation."""
     T, H = shape[1:]
     q, k = (torch.randn(*shape, K) for _ in range(2))
     q, k = (x if norm else torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
@@ -150,7 +150,7 @@ def truth(
     norm: bool,
     parameters: dict[str, Tensor | None],
 ) -> dict[str, Tensor]:
-    """Gradients of everything that is given, of no token past the last sequence."""
+    """Gradients of all arguments; those of padding tokens are zero."""
     given = {"q": x.q, "k": x.k, "v": x.v, "g": raw, "beta": x.beta, **parameters}
     leaves = {name: y.double().requires_grad_() for name, y in given.items() if y is not None}
     total = torch.zeros(()).double()
@@ -170,7 +170,7 @@ def truth(
 
 
 def borders(x: Tokens, spans: list[tuple[int, int, int]], grid: Any, norm: bool) -> TokenBorders:
-    """What `scan_bwd` leaves, in float64 and then rounded."""
+    """The output of `scan_bwd`, in float64 and then rounded."""
     H = x.q.shape[2]
     wide = x._replace(
         q=x.q.double(), k=x.k.double(), v=x.v.double(), beta=x.beta.double()[..., None], do=x.do.double(),
@@ -214,5 +214,5 @@ class Chunk:
         self.A = torch.linalg.inv(torch.eye(len(q)).double() + beta * self.J)
 
     def R(self, S: Tensor) -> Tensor:
-        """v less what the state has for the keys."""
+        """v minus the state's prediction for the keys."""
         return self.v - self.k_in @ S

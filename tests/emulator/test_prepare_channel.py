@@ -50,7 +50,7 @@ def truth(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, norm: bool, spans: list
 
 def chunk(q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
     i = torch.arange(C)
-    # A difference of running sums would lose digits: the sum of what lies between.
+    # A difference of prefix sums would lose digits, so the gates between are summed.
     between = ((i[None, None, :] <= i[:, None, None]) & (i[None, None, :] > i[None, :, None])).double()
     D = torch.einsum("rsi,ik->rsk", between, g).exp()
     J, P = (torch.einsum("rk,sk,rsk->rs", x, k, D) for x in (k, q))
@@ -113,7 +113,7 @@ def draw(
     narrow: bool = False,
     softplus: bool = False,
 ) -> Call:
-    """narrow: the gate is bfloat16, as a projection leaves it. softplus: it is activated in the kernel."""
+    """narrow: the gate is bfloat16, as a projection gives it. softplus: it is activated in the kernel."""
     q, k = (torch.randn(B, T, H, K) for _ in range(2))
     if not norm:
         q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))

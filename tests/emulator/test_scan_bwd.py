@@ -30,9 +30,9 @@ CASES = cases(CONFIGS, FORMS, SHAPES)
 
 
 def expected(call: Call) -> tuple[list[int], dict[str, Tensor]]:
-    """Tiles that are written, and in them S, dS, e and X of every chunk; gradients of the states that enter.
+    """Tiles that are written, with S, dS, e and X of every chunk, and gradients of the initial states.
 
-    dS and X are counted in the scale.
+    dS and X are in units of the scale.
     """
     (K, V), n = (call.q.shape[3], call.v.shape[3]), call.prepared.rows.shape[0]
     S_, dS_ = torch.zeros(2, n, V, K)
@@ -56,7 +56,7 @@ def expected(call: Call) -> tuple[list[int], dict[str, Tensor]]:
 
 
 def forward(x: Chunk, S: Tensor) -> tuple[Tensor, Tensor]:
-    """e, and the state that leaves."""
+    """e, and the final state."""
     R = x.v - (rounded(S) @ x.k.T) * x.in_k
     e = rounded(R) @ x.W
     if x.E is not None:
@@ -65,7 +65,7 @@ def forward(x: Chunk, S: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reverse(x: Chunk, dS: Tensor) -> tuple[Tensor, Tensor]:
-    """X, and the gradient of the state that enters."""
+    """X, and the gradient of the initial state."""
     X = x.do @ x.F.T
     if x.E is not None:
         X = X + rounded(dS) @ x.E.T

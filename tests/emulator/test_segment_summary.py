@@ -31,7 +31,7 @@ def packed(form: tuple[str, bool], lengths: list[int], **shape: Any) -> tuple[Ca
 
 
 def pieces(segments: Segments):
-    """Segments that hold a part of a sequence: number, sequence, span, whether that begins here, and ends here."""
+    """Segments with a part of a sequence: number, sequence, span, whether it is the first part, and the last part."""
     cu = segments.grid.cu
     for i, (n, begin, end) in enumerate(zip(segments.sequence.tolist(), cu.tolist(), cu[1:].tolist(), strict=False)):
         if n < segments.sequences:
@@ -39,7 +39,7 @@ def pieces(segments: Segments):
 
 
 def maps(call: Call, segments: Segments, H: Tensor, M: Tensor) -> None:
-    """H and M of the segments that end at borders."""
+    """H and M of the segments that end inside a sequence."""
     K, V = call.q.shape[3], call.v.shape[3]
     for i, n, span, begins, ends in pieces(segments):
         for head in range(call.v.shape[2] if not ends else 0):
@@ -50,7 +50,7 @@ def maps(call: Call, segments: Segments, H: Tensor, M: Tensor) -> None:
 
 
 def through(call: Call, span: tuple[int, int, int], first: int, head: int, S: Tensor, *, moved: bool) -> Tensor:
-    """A state after a segment; moved: with the values that are written."""
+    """The state after a segment; moved: include the written values."""
     for x in call.chunks(span, first, head):
         R = x.v * moved - (rounded(S) @ x.k.T) * x.in_k
         if x.E is not None:
@@ -61,7 +61,7 @@ def through(call: Call, span: tuple[int, int, int], first: int, head: int, S: Te
 
 
 def gradients(call: Call, segments: Segments, c: Tensor) -> None:
-    """Gradients of the states that enter the segments which begin at borders."""
+    """Gradients of the initial states of the segments that begin inside a sequence."""
     for i, n, span, begins, ends in pieces(segments):
         for head in range(call.v.shape[2] if not begins else 0):
             dS = torch.zeros(call.v.shape[3], call.q.shape[3])
@@ -78,7 +78,7 @@ def gradients(call: Call, segments: Segments, c: Tensor) -> None:
 
 
 def written(got: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
-    """What both have written, which must be the same."""
+    """The common elements of both, after a check that the same ones are written."""
     assert torch.equal(got == UNWRITTEN, want == UNWRITTEN), "other states are written than those at borders"
     return got[want != UNWRITTEN], want[want != UNWRITTEN]
 
@@ -116,7 +116,7 @@ def test_loads_stop_when_the_map_is_zero(form):
 
 
 def summarised(machine: Machine, config: tuple[dict[str, int], int], call: Call, segments: Segments) -> None:
-    """Run `segment_summary`, and judge what it leaves."""
+    """Run `segment_summary`, and check its output."""
     shape = segments.borders, call.v.shape[2]
     H, M = (torch.full((*shape, width, call.q.shape[3]), UNWRITTEN).mT for width in (call.v.shape[3], call.q.shape[3]))
     want = H.clone(), M.clone()
@@ -128,7 +128,7 @@ def summarised(machine: Machine, config: tuple[dict[str, int], int], call: Call,
 
 
 def graded(machine: Machine, config: tuple[dict[str, int], int], call: Call, segments: Segments) -> None:
-    """Run `segment_summary_bwd`, and judge what it leaves."""
+    """Run `segment_summary_bwd`, and check its output."""
     c = torch.full((segments.borders, call.v.shape[2], call.v.shape[3], call.q.shape[3]), UNWRITTEN).mT
     want = c.clone()
     gradients(call, segments, want)

@@ -30,7 +30,7 @@ CASES = cases(CALLS)
 
 
 class Truth(NamedTuple):
-    """Outputs, final states, what a backward reads of tokens, and states at the borders of segments, in order."""
+    """Outputs, final states, per-token values for the backward, and states at segment boundaries, in order."""
 
     o: Tensor
     S: Tensor

@@ -103,7 +103,7 @@ def interpreted(kernel: Any, gl: WithoutLayouts, made: dict[Any, InterpretedFunc
 
 SHIPPED = (128, 4)
 TILES = [(128, 2), (128, 8), (64, 1), (64, 2), (32, 1)]
-"""Columns of a program, and its warps."""
+"""Columns per program, and its warps."""
 
 
 @pytest.fixture(params=[SHIPPED], ids=str)
@@ -149,7 +149,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "raised gate": ({"gate": "any", "beta": "sigmoid"}, {"beta": None, "safe_gate": True, "lower_bound": -0.5}),
     "bounded gate": ({"gate": "model bounded"}, {}),
 }
-"""What is drawn, and options beside it; float32 unless named, so that an output shows the last bit of its sum."""
+"""Drawn inputs and further options. float32 unless named, so that an output shows the last bit of its sum."""
 
 
 @pytest.mark.parametrize("rule, name", [*itertools.product(RULES[1:], OPTIONS), ("delta_rule", "inside")])

@@ -25,16 +25,16 @@ class Call:
     Attributes:
         operator: Public name.
         leaves: Argument tensors as autograd leaves, by name.
-        views: What makes the argument of a leaf (a layout of other strides); missing: the leaf itself.
-        run: Calls the operator with argument tensors; results by name.
-        loop: The same of the token loop with float64 tensors, and a slot; results by name, and what was seen inside.
-        terms: Most numbers that the operator sums at a time.
-        reduced: The same of single results: gradients of what all tokens share are sums over them.
-        work: Type of the operator's arithmetic.
+        views: Function that turns a leaf into an argument of other strides, by name; missing: the leaf itself.
+        run: Calls the operator with argument tensors; returns results by name.
+        loop: Calls the token loop with float64 tensors and a slot; returns results by name, and intermediate values.
+        terms: Largest number of terms in a sum of the operator.
+        reduced: The same for single results, such as gradients of arguments that all tokens share.
+        work: Dtype of the operator's arithmetic.
         differentiable: Whether gradients are compared.
         detached: Results without a gradient.
-        padding: First token of a packed row that belongs to no sequence: outputs and gradients are 0 from there.
-        text: The call in words.
+        padding: First padding token of a packed row: outputs and gradients are 0 from there.
+        text: Description of the call.
     """
 
     operator: str
@@ -67,13 +67,14 @@ class Comparison:
 
 
 def compare(call: Call, probes: int = 1, device: torch.device | str = "cpu") -> list[Comparison]:
-    """Every result and gradient of the call beside the token loop's.
+    """Compare every result and gradient of the call with the token loop's.
 
     Args:
         call: The call.
-        probes: Disturbed runs that responses are measured by. Where a bound is exceeded there are 20: a response is a
-            root mean square, and of few numbers that of one run may be small by chance.
-        device: Where the operator runs.
+        probes: Disturbed runs that measure responses. If a bound is exceeded, 20 are used: a response is a root mean
+            square,
+            which for few elements may be small by chance in a single run.
+        device: Device of the operator.
     """
     got, incoming = evaluate(call, call.run, lambda x: x.detach().to(device), None)
     got = {name: x.cpu() for name, x in got.items()}
@@ -109,14 +110,14 @@ def judged(call: Call, got: dict[str, Tensor], clean: dict[str, Tensor], sizes: 
 
 
 def difference(x: Tensor, truth: Tensor) -> Tensor:
-    """x - truth, without the entries that are rightly infinite: their truth is beyond the type's largest number."""
+    """x - truth without infinite entries of x whose truth is beyond the dtype's largest number."""
     largest = torch.finfo(x.dtype).max
     overflow = (truth.abs() >= largest) & (x == truth.sign() * torch.inf)
     return torch.where(overflow, 0.0, x.double() - truth)
 
 
 def check_padding(call: Call, got: dict[str, Tensor]) -> None:
-    """Rows that belong to no sequence are exactly 0 in outputs and gradients."""
+    """Outputs and gradients of padding rows are exactly 0."""
     if call.padding is None:
         return
     for name, x in got.items():
@@ -137,7 +138,7 @@ def evaluate(
     incoming: dict[str, Tensor] | None,
     **options: Any,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Results and gradients of leaves, and the gradients that were fed back."""
+    """Results, gradients of leaves, and the incoming gradients that were used."""
     leaves = {name: cast(x).requires_grad_(call.differentiable) for name, x in call.leaves.items()}
     arguments = {name: call.views.get(name, lambda x: x)(x) for name, x in leaves.items()}
     results = function(**arguments, **options)
@@ -170,9 +171,9 @@ class Draw:
     """Random choices from one seed.
 
     Args:
-        seed: Of everything that is drawn.
-        backend: Demanded by the call; None demands none.
-        dtypes: Of floating tensors.
+        seed: Seed of all choices.
+        backend: Backend that the call requests; None requests none.
+        dtypes: Dtypes of floating tensors.
     """
 
     def __init__(self, seed: int, backend: str | None = None, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
@@ -189,7 +190,7 @@ class Draw:
         return self.choices.random() < probability
 
     def other(self, dtype: torch.dtype) -> Callable[[], torch.dtype]:
-        """Types of further arguments: dtype, or any."""
+        """Dtype of a further argument: `dtype`, or any."""
         return lambda: dtype if self.chance(0.6) else self.one(*self.dtypes)
 
     def normal(self, *shape: int) -> Tensor:
@@ -199,12 +200,12 @@ class Draw:
         return torch.rand(shape, generator=self.generator, dtype=torch.float64)
 
     def length(self, longest: int = 80) -> int:
-        """Mostly short, around the chunks' edges."""
+        """A length that is mostly short and near multiples of the chunk."""
         longest = longest if self.chance(0.1) else min(longest, 20)
         return min(longest, self.one(0, 1, 1, 2, 3, 5, 16, 17, 33, 64, 65, self.choices.randint(1, longest)))
 
     def boundaries(self, tokens: int) -> Tensor:
-        """Packed sequences, empty ones among them, and at times rows that belong to none."""
+        """Boundaries of packed sequences, some of them empty, sometimes with padding rows at the end."""
         count = self.choices.randint(1, 4)
         end = tokens if self.chance(0.7) else self.choices.randint(0, tokens)
         inner = sorted(self.choices.randint(0, end) for _ in range(count - 1))
@@ -213,7 +214,7 @@ class Draw:
         return torch.tensor([0, *inner, end], dtype=self.one(torch.int32, torch.int64))
 
     def layout(self, x: Tensor, views: dict[str, Callable[[Tensor], Tensor]], name: str) -> Tensor:
-        """A leaf for an argument of these values, at times of other strides than a contiguous one's."""
+        """A leaf for an argument of these values, sometimes with strides of a non-contiguous tensor."""
         kind = self.one("plain", "plain", "heads first", "wide", "apart")
         if kind == "heads first" and x.ndim >= 3:
             views[name] = lambda leaf: leaf.transpose(1, 2)
@@ -228,7 +229,7 @@ class Draw:
         return x
 
 
-def beside(tensors: dict[str, Tensor], options: dict[str, Any]) -> dict[str, Any]:
+def on_device_of(tensors: dict[str, Tensor], options: dict[str, Any]) -> dict[str, Any]:
     """Options with their tensors on the device of `tensors`."""
     device = next(iter(tensors.values())).device
 
@@ -243,7 +244,7 @@ def beside(tensors: dict[str, Tensor], options: dict[str, Any]) -> dict[str, Any
 
 
 def keys(draw: Draw, *shape: int) -> Tensor:
-    """Unit rows: independent, near one another, or with repeats."""
+    """Unit rows: independent, nearly parallel, or repeated."""
     x = draw.normal(*shape)
     kind = draw.one("independent", "independent", "near", "repeated")
     if kind == "near":
@@ -254,7 +255,7 @@ def keys(draw: Draw, *shape: int) -> Tensor:
 
 
 def log_gates(draw: Draw, *shape: int) -> Tensor:
-    """Log decays: weak, moderate, strong, mixed, with full resets."""
+    """Log decays: weak, moderate, strong, mixed, and with full resets."""
     u = draw.uniform(*shape)
     kind = draw.one("weak", "moderate", "moderate", "strong", "mixed", "reset", "none")
     if kind == "reset":
@@ -359,7 +360,7 @@ def delta_call(draw: Draw, operator: str) -> Call:
     loop_options |= {name: x for name, x in options.items() if name in loop_only}
 
     def run(**tensors: Tensor) -> dict[str, Tensor]:
-        returned = function(**tensors, **beside(tensors, options))
+        returned = function(**tensors, **on_device_of(tensors, options))
         return {name: x for name, x in zip(("o", "state", "states"), returned, strict=False) if x is not None}
 
     def loop(**tensors: Any) -> dict[str, Tensor]:
@@ -428,7 +429,7 @@ def triangle_call(draw: Draw, operator: str) -> Call:
     function = getattr(wyfold, operator)
     work = torch.float64 if any(x.dtype == torch.float64 for x in leaves.values()) else torch.float32
     return Call(
-        operator, leaves, views, lambda **x: {"o": function(**x, **beside(x, options))},
+        operator, leaves, views, lambda **x: {"o": function(**x, **on_device_of(x, options))},
         lambda at, seen, **x: {"o": loop_of(**x, at=at)},
         terms, work, differentiable=False, padding=int(bounds[-1]) if bounds is not None else None,
         text=describe(operator, leaves, views, options),
@@ -436,7 +437,7 @@ def triangle_call(draw: Draw, operator: str) -> Call:
 
 
 def strict_triangles(A: Tensor, bounds: Tensor | None) -> Tensor:
-    """Zero what is not strictly below the diagonal of a chunk."""
+    """Zero everything except the strict lower triangle of each chunk."""
     C, T = A.shape[-1], A.shape[1]
     row = torch.zeros(T, dtype=torch.int64)
     for span in loops.documents(T, bounds):
@@ -469,7 +470,7 @@ def convolution_call(draw: Draw, operator: str) -> Call:
         options["output_final_state"] = True
 
     def run(**tensors: Tensor) -> dict[str, Tensor]:
-        y, state = wyfold.causal_conv1d(**tensors, **beside(tensors, options))
+        y, state = wyfold.causal_conv1d(**tensors, **on_device_of(tensors, options))
         return {"y": y} | ({} if state is None else {"state": state})
 
     def loop(seen: Any, **tensors: Any) -> dict[str, Tensor]:
@@ -545,7 +546,7 @@ def elementwise_call(draw: Draw, operator: str) -> Call:
     reduced = dict.fromkeys(("dweight", "dbias", "dA_log", "ddt_bias"), terms + rows * K)
     work = torch.float64 if any(x.dtype == torch.float64 for x in leaves.values()) else torch.float32
     return Call(
-        operator, leaves, views, lambda **x: {"y": function(**x, **beside(x, options))},
+        operator, leaves, views, lambda **x: {"y": function(**x, **on_device_of(x, options))},
         lambda at, seen, **x: {"y": loop(at, **x)}, terms, work, reduced=reduced,
         text=describe(operator, leaves, views, options),
     )  # fmt: skip
@@ -612,7 +613,7 @@ def ttt_call(draw: Draw, operator: str) -> Call:
     function = getattr(wyfold, operator)
 
     def run(**tensors: Tensor) -> dict[str, Tensor]:
-        returned = function(**tensors, **beside(tensors, given | options))
+        returned = function(**tensors, **on_device_of(tensors, given | options))
         if chunkwise:
             names = zip(("o", "state", "bias"), returned, strict=True)
             return {name: x for name, x in names if x is not None}
@@ -681,7 +682,7 @@ def serving_call(draw: Draw, operator: str) -> Call:
     if raw or draw.chance(0.5):
         loop_options["use_qk_l2norm_in_kernel"] = True
         q, k = 3 * q, 0.5 * k
-    flat_first = operator == "decode" and draw.chance(0.3)  # rows lie in the token axis: [1, N, H, K]
+    flat_first = operator == "decode" and draw.chance(0.3)  # rows are in the token axis: [1, N, H, K]
     names = {"q": q, "k": k, "v": v}
     logits = raw or draw.chance(0.5)
     if logits:
@@ -783,8 +784,8 @@ def serving_call(draw: Draw, operator: str) -> Call:
 
     def run(**x: Tensor) -> dict[str, Tensor]:
         own_pool = pool.clone().to(x["q"].device)
-        given = beside(x, options)
-        more = beside(x, extra)
+        given = on_device_of(x, options)
+        more = on_device_of(x, extra)
         if more:
             more["checkpoint_pool"] = more["checkpoint_pool"].clone()
         if raw:
@@ -903,7 +904,7 @@ def serving_convolution_call(draw: Draw, operator: str) -> Call:
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict[str, Tensor]:
         own = pool.clone(memory_format=torch.preserve_format).to(x.device)
-        y = function(x, own, weight, bias, **beside({"x": x}, options))
+        y = function(x, own, weight, bias, **on_device_of({"x": x}, options))
         others = [s for s in range(slots) if s not in columns]
         assert torch.equal(own[others].cpu(), pool[others]), "a slot was written that no row names"
         return {"y": y} | {f"slot {s}": own[s, :, :n] for s, n in columns.items()}
@@ -941,7 +942,7 @@ def serving_ttt_call(draw: Draw, operator: str) -> Call:
 
     def run(**tensors: Any) -> dict[str, Tensor]:
         own = wyfold.TTTState(*(x.clone().to(tensors["q"].device) for x in pool))
-        o = serving.ttt_decode(**tensors, pool=own, **beside(tensors, options))
+        o = serving.ttt_decode(**tensors, pool=own, **on_device_of(tensors, options))
         others = [s for s in range(slots) if s not in touched]
         assert all(torch.equal(x[others].cpu(), y[others]) for x, y in zip(own, pool, strict=True)), (
             "another slot was written"
@@ -994,5 +995,5 @@ OPERATORS: dict[str, Callable[[Draw, str], Call]] = {
 
 
 def draw_call(operator: str, seed: int, backend: str | None = None, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Call:
-    """The call that a seed stands for."""
+    """The random call of a seed."""
     return OPERATORS[operator](Draw(zlib.crc32(operator.encode()) + seed, backend, dtypes), operator)

@@ -1,12 +1,12 @@
-"""Every public operator as a plain loop over tokens, written from the papers and the public docstrings alone.
+"""Every public operator as a plain loop over tokens, written only from the papers and the public docstrings.
 
 Sources: DeltaNet (arXiv:2406.06484), Gated DeltaNet (arXiv:2412.06464), Kimi Linear (arXiv:2510.26692), TTT
-(arXiv:2407.04620). Nothing here was derived from, or compared while it was written with, the package's own reference or
-implementations: an error they share is not repeated here.
+(arXiv:2407.04620). The loops were neither derived from the package's reference or implementations nor compared with
+them while they were written, so they do not share an error with them.
 
-All tensors are float64. Gradients come from autograd through the loops. `at(x)` marks a rounding slot: the place of an
-intermediate result that any implementation in floating point has to round. The loops pass every product of a sum
-through one. By default a slot returns its argument; `rounding.py` perturbs it to measure how rounding errors propagate.
+All tensors are float64. Gradients come from autograd through the loops. `at(x)` marks a rounding slot: an intermediate
+result that any floating-point implementation has to round. The loops pass every product of a sum through one. By
+default a slot returns its argument; `rounding.py` perturbs it to measure how rounding errors propagate.
 """
 
 import itertools
@@ -105,7 +105,7 @@ def norm_and_gate(
 
 
 def documents(tokens: int, cu_seqlens: Tensor | None) -> Iterator[slice]:
-    """The token ranges that start from a state of their own: all tokens of every row, or each packed sequence."""
+    """The token ranges that start from separate states: all tokens of every row, or each packed sequence."""
     if cu_seqlens is None:
         yield slice(0, tokens)
         return
@@ -261,7 +261,7 @@ def delta_tokens(
 
 
 class Written:
-    """The state as the sum that a chunkwise form reads it as: the entering state and each token's write, decayed."""
+    """The state as a chunkwise form reads it: a sum of the initial state and the decayed write of each token."""
 
     def __init__(self, S: Tensor) -> None:
         self.entering = S.detach().abs()
@@ -399,7 +399,7 @@ def step_size(eta: Tensor | float | None, like: Tensor) -> Tensor:
 
 
 class TTTPlace:
-    """Where one sequence stands: entered matrix and bias, gradient sums of the open mini-batch, tokens in it."""
+    """Position of one sequence: matrix and bias at the mini-batch's start, its gradient sums so far, tokens in it."""
 
     def __init__(self, S: Tensor, c: Tensor, G: Tensor | None = None, a: Tensor | None = None, position: int = 0):
         self.S, self.c = S, c
@@ -424,7 +424,7 @@ def ttt_tokens(
     chunk_size: int,
     at: Slot = exact,
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Outputs of all tokens, and the weights behind the last one; `place` is moved on. All [B, T, HV, ...]."""
+    """Outputs of all tokens, and the weights after the last one; advances `place`. Tensors are [B, T, HV, ...]."""
     outputs = []
     S, c = place.S, place.c
     for t in range(q.shape[1]):
@@ -467,7 +467,7 @@ def ttt(
     cu_seqlens: Tensor | None = None,
     at: Slot = exact,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`chunk_ttt_linear`: o, and the weights behind every sequence's last token."""
+    """`chunk_ttt_linear`: o, and the weights after every sequence's last token."""
     B, T, _, K = q.shape
     HV = v.shape[2]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
@@ -519,7 +519,7 @@ def ttt_resumed(
 ) -> tuple[Tensor, list[Tensor]]:
     """`fused_recurrent_ttt_linear`: o and [state, bias, grad, bias_grad, position] of every sequence.
 
-    A document of packed rows, or a row of a batch, is run by itself: each stands at a position of its own.
+    Each document of packed rows, and each row of a batch, runs separately, because each has another position.
     """
     B, T, _, K = q.shape
     HV = v.shape[2]
@@ -570,11 +570,11 @@ def serve(
     at: Slot = exact,
     **options: object,
 ) -> tuple[Tensor, dict[int, Tensor], list[list[Tensor]]]:
-    """What `prefill`, `decode` and `verify` share.
+    """The recurrence shared by `prefill`, `decode` and `verify`.
 
     Args:
         sequences: (row, tokens) of each sequence in q, k, v, g, beta.
-        read: Slot that each starts from; -1 skips it.
+        read: Slot of each initial state; -1 skips the sequence.
         write: `every` None: [the slot of its last state]. `every` 1: the slot after each token; -1 writes nothing.
         fresh: Whether it starts from zeros.
 
@@ -621,8 +621,8 @@ def serve_convolution(
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """`conv1d_update` (drafts) and `conv1d_prefill`: y, and the leading columns of each slot that was written.
 
-    x is [B, T, D], pool [slots, D, S]; a slot of -1 is skipped. An empty sequence's latest inputs are those it came
-    with: a prefill stores them like any others.
+    x is [B, T, D], pool [slots, D, S]; a slot of -1 is skipped. The latest inputs of an empty sequence are those of its
+    initial state, and a prefill stores them like any others.
     """
     W, width = weight.shape[1], pool.shape[-1]
     y, stored = torch.zeros_like(x), {}

@@ -1,10 +1,10 @@
 """Bounds on rounding errors from measured propagation.
 
-Derivation: docs/numerics.md, "The bound of the outside oracle". A loop marks every rounded intermediate, the products
-of sums included, by a slot. `Perturb` disturbs each slot independently, forward and backward, by a relative `STEP`, in
-float64. The root mean square of what a result moves by, over STEP, is its response: the propagated size of independent
-unit local errors. A sum of n terms in unit roundoff u has a local error of at most LAMBDA n u times the root of the sum
-of squares of its terms, so LAMBDA n u times the response bounds a result's error in the Frobenius norm.
+Derivation: docs/numerics.md, "The bound of the outside oracle". A loop marks every rounded intermediate, including
+the products of sums, by a slot. `Perturb` disturbs each slot independently, forward and backward, by a relative `STEP`,
+in float64. The root mean square of a result's change, divided by STEP, is its response: the propagated size of
+independent unit local errors. A sum of n terms in unit roundoff u has a local error of at most LAMBDA n u times the
+root of the sum of squares of its terms, so LAMBDA n u times the response bounds a result's error in the Frobenius norm.
 """
 
 import math
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 STEP = 2.0**-26
-"""Relative disturbance of a slot: small enough for first order, large enough beside float64's own rounding."""
+"""Relative disturbance of a slot: small enough for first order, large compared with float64's own rounding."""
 
 LAMBDA = 4.0
 """Higham and Mary's confidence parameter: a sum of n terms exceeds the bound with probability 2 n exp(-8) at most."""
@@ -35,7 +35,7 @@ class _Perturb(torch.autograd.Function):
 
 
 class Noise:
-    """Standard normal numbers, drawn in blocks: most slots take few."""
+    """Standard normal numbers, drawn in blocks because most slots take few."""
 
     BLOCK = 1 << 14
 
@@ -53,11 +53,11 @@ class Noise:
 
 
 class Perturb:
-    """A slot that disturbs what passes.
+    """A slot that disturbs its argument.
 
     Args:
-        seed: Of the disturbances.
-        work: Type of the operator's arithmetic.
+        seed: Seed of the disturbances.
+        work: Dtype of the operator's arithmetic.
         gate_mass: Mass of the gradient of log gates, see `log_gates`.
     """
 
@@ -75,18 +75,19 @@ class Perturb:
         return _Perturb.apply(x, mass, None, self.noise)
 
     def log_gates(self, g: Tensor) -> Tensor:
-        """Log gates [B, T, ...] that may be summed from a chunk's first token: the sums are what is rounded."""
+        """Log gates [B, T, ...] that may be summed from a chunk's first token, where the prefix sums are rounded."""
         return _Perturb.apply(g, window_sum(self.added(g)), self.gate_mass, self.noise)
 
     def exponent_mass(self, own: Tensor, gates: Tensor) -> Tensor:
-        """Mass of the exponent between two rows of a gram: its own in float32, whose gates are summed in float64.
+        """Mass of the exponent between two rows of a gram.
 
-        In float64 it is the difference of two sums that start at the chunk's first row: the mass of all gates.
+        In float32, where gates are summed in float64, it is the mass of the gates between. In float64 it is the mass of
+        all gates, since the exponent is the difference of two sums that start at the chunk's first row.
         """
         return self.added(gates).sum(2) if self.work == torch.float64 else own
 
     def added(self, g: Tensor) -> Tensor:
-        """Sizes of log gates as they are added: a reset counts as the floor of its type (docs/numerics.md)."""
+        """Magnitudes of log gates as they are added: a reset counts as the floor of its dtype (docs/numerics.md)."""
         return g.detach().abs().clamp(max=746.0 if self.work == torch.float64 else 104.0)
 
 
@@ -114,14 +115,14 @@ def gate_mass(seen: dict[str, Tensor]) -> Tensor | None:
 
 
 def storage_error(x: Tensor, dtype: torch.dtype) -> float:
-    """Frobenius norm of the error of rounding x once to dtype, at most."""
+    """Bound on the Frobenius norm of the error of rounding x once to dtype."""
     smallest = torch.finfo(dtype).smallest_normal
     ulp = UNIT[dtype] * x.abs().clamp(min=smallest)
     return torch.linalg.vector_norm(ulp).item()
 
 
 def response(clean: dict[str, Tensor], disturbed: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Root mean square of each result's motion, per unit of local error."""
+    """Root mean square of each result's change, per unit of local error."""
     sizes: dict[str, float] = {}
     for name, x in clean.items():
         if not x.is_floating_point():
@@ -132,6 +133,6 @@ def response(clean: dict[str, Tensor], disturbed: list[dict[str, Tensor]]) -> di
 
 
 def bound(x: Tensor, response: float, terms: int, work: torch.dtype, stored: torch.dtype) -> float:
-    """Largest Frobenius norm of a result's error: of the arithmetic, of the loop's own, and of storing it."""
+    """Bound on the Frobenius norm of a result's error: the arithmetic's, the loop's own, and that of storing it."""
     arithmetic = LAMBDA * terms * (UNIT[work] + UNIT[torch.float64]) * response
     return arithmetic + storage_error(x, stored) * (1 + UNIT[stored])

@@ -1,4 +1,4 @@
-"""Random calls of every operator beside token loops that were written from the papers alone.
+"""Random calls of every operator against token loops that were written from the papers alone.
 
 A difference must stay below the bound that docs/numerics.md derives ("The bound of the outside oracle"). `--draws N`
 draws N calls of each operator.
@@ -13,7 +13,7 @@ from tests.oracle.calls import OPERATORS, Call, compare, draw_call
 
 DRAWS = 4
 WITHOUT_KERNELS = ("fused_recurrent_ttt_linear",)
-INTERPRETED_NUMBERS = 4000  # of a tensor: kernels are interpreted in small calls
+INTERPRETED_NUMBERS = 4000  # elements per tensor: interpreted kernels are slow
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -25,7 +25,7 @@ def test_random_calls_are_within_the_derived_bound(operator: str, request: pytes
     assert not beyond, "\n".join(f"{x.call}\n  {x.name}: {x.error:.3e}, bound {x.bound:.3e}" for x in beyond)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of what interpreted kernels mask later
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warnings about values that interpreted kernels mask later
 @pytest.mark.parametrize("operator", [name for name in OPERATORS if name not in WITHOUT_KERNELS])
 def test_random_calls_on_kernels_are_within_the_derived_bound(
     operator: str, device: torch.device, request: pytest.FixtureRequest
@@ -60,7 +60,7 @@ def test_a_planted_fault_is_beyond_the_bound(operator: str, fault: str):
 
 
 def first_wide_call(operator: str) -> Call:
-    """A call in float64 of several tokens whose result all of its rows count for."""
+    """A float64 call of several tokens whose result depends on all of its rows."""
     for seed in range(1000):
         call = draw_call(operator, seed, dtypes=(torch.float64, torch.float32))
         q = call.views.get("q", lambda x: x)(call.leaves["q"])
@@ -69,7 +69,7 @@ def first_wide_call(operator: str) -> Call:
     raise AssertionError
 
 
-def test_the_inner_gradient_is_autograds(float64_bounds):
+def test_the_inner_gradient_equals_autograd(float64_bounds):
     z, target = torch.randn(2, 3, 8, dtype=torch.float64), torch.randn(2, 3, 8, dtype=torch.float64)
     w, b = torch.rand(3, 8, dtype=torch.float64), torch.rand(3, 8, dtype=torch.float64)
     z.requires_grad_()

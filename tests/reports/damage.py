@@ -16,7 +16,7 @@ import msgspec
 from wyfold.cli import integrity, schema
 
 DURATIONS = ("steps", "minutes")
-"""Fields of a recipe that, changed together with the digests, make a run that is longer, and legal."""
+"""Fields of a recipe whose change, if the digests match, gives a valid, longer run."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from wyfold.runtime.torch_ops import _isolated
 
 products = torch.backends.mkldnn.matmul
 seen: list[str] = []
-"""The setting inside of each call of `look`."""
+"""The setting inside each call of `look`."""
 started, finish = threading.Event(), threading.Event()
 
 

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 import wyfold
 
-NOTHING = 2.0**-78
-"""A decay times a number of a key that may count as nothing."""
+NEGLIGIBLE = 2.0**-78
+"""Threshold below which a decay times a key element may be flushed to zero."""
 
 GATES = {
     "half of the tokens reset": lambda u: torch.where(u < 0.5, -torch.inf, -0.02 * (u - 0.5)),
@@ -46,6 +46,6 @@ def gram_and_bound(k: torch.Tensor, beta: torch.Tensor, g: torch.Tensor) -> tupl
             exponent = between.abs().clamp(max=104 * (r - s)).nan_to_num(posinf=0.0)
             expected[r, s] = beta[r] * terms.sum()
             allowed[r, s] = beta[r] * (
-                2.0**-24 * ((K + 8 + 2 * exponent) * terms.abs()).sum() + NOTHING * k[r].abs().sum()
+                2.0**-24 * ((K + 8 + 2 * exponent) * terms.abs()).sum() + NEGLIGIBLE * k[r].abs().sum()
             )
     return expected, allowed

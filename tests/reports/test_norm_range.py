@@ -12,12 +12,12 @@ from wyfold import serving
 
 TOO_SMALL = 1e-70  # above 0 in Python's float and in float64, 0 in float32
 INTERPRETED = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-"""The kernels' reciprocal root selects 0 over infinity times 0, of which numpy warns in the interpreter."""
+"""The kernels' reciprocal root discards inf * 0, and numpy warns about it in the interpreter."""
 
 LARGEST = 1.8e19  # length of a row whose sum of squares is still in float32's range
 
 PROMISED = 1e-5
-"""Relative error of outputs and states in float32, docs/numerics.md."""
+"""Relative error of outputs and states in float32 (docs/numerics.md)."""
 
 
 def test_a_too_small_eps_of_l2norm_is_refused():

@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 
 STRETCH = 150
-"""Instructions of one line of the last table."""
+"""Instructions per line of the last table."""
 
 
 def main(path: str) -> None:

@@ -1,13 +1,13 @@
-"""Seconds that a user waits for the first forward and the first backward of an operator, in a process without a cache.
+"""Seconds of the first forward and the first backward of each operator, in a process without any cache.
 
     PYTHONPATH=src:. python tools/proofs/first_calls.py --commit HASH --out DIR
 
-Each operator has a process of its own, whose home and with it every cache of compiled kernels is an empty folder. It
-imports the library and makes its tensors while others do the same; then one at a time is told to go, with nothing
-beside it. PyTorch imports sympy for the first backward that is fed a gradient (one from a loss does without), whoever's
-backward it is: that is done before, and stands apart; the last column is what a user waits for in all. With --profile
-Triton is imported before, and says how long it took over each kernel and when it was done. DIR gets first_calls.json,
-rewritten after each.
+Each operator runs in a separate process whose home directory, including every cache of compiled kernels, is empty. The
+process imports the library and creates its tensors while others do the same. Then one process at a time makes its
+calls, with nothing else running. PyTorch imports sympy for the first backward with an incoming gradient (not for one
+from a loss), for any library's operator: this import is done before and reported separately. The last column is the
+user's total waiting time. With --profile Triton is imported before, and its compile times of each kernel are recorded.
+DIR gets first_calls.json, rewritten after each operator.
 """
 
 import argparse
@@ -25,11 +25,11 @@ from typing import Any
 from wyfold.cli import results
 
 LIMIT = 5.0
-"""Seconds of either direction."""
+"""Largest seconds in either direction."""
 WAITING = 6
-"""Processes that get ready side by side."""
+"""Processes that prepare in parallel."""
 LONGEST = 60
-"""Seconds after which a process is given up."""
+"""Seconds after which a process is killed."""
 
 CHUNK, TOKENS, ONE = (1, 512, 4, 4, 128, 128), (2, 64, 4, 4, 128, 128), (4, 1, 4, 4, 128, 128)
 CASES = {
@@ -70,7 +70,7 @@ EMPTY = ("HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
 
 
 def call(name: str, device: str, profile: bool) -> dict[str, Any]:
-    """Get ready, wait to be told, call."""
+    """Import and prepare, wait for the start signal, then call."""
     import torch
 
     from wyfold.cli.bench.cases import Case, leaves
@@ -122,18 +122,18 @@ def call(name: str, device: str, profile: bool) -> dict[str, Any]:
     sys.stdin.readline()
     began, modules = time.perf_counter(), set(sys.modules)
     o, found["forward"] = timed(forward)
-    found["imported"] = _rooms(set(sys.modules) - modules)
+    found["imported"] = _modules_per_package(set(sys.modules) - modules)
     modules = set(sys.modules)
     if backward is not None:
         _, found["backward"] = timed(lambda: backward(o))
-        found["imported_backward"] = _rooms(set(sys.modules) - modules)
+        found["imported_backward"] = _modules_per_package(set(sys.modules) - modules)
     if profile:
         found["kernels"] = [kernel | {"done": kernel["done"] - began} for kernel in kernels]
     return found
 
 
 def watched_kernels() -> list[dict[str, Any]]:
-    """A list that gets what Triton's stages took of each kernel, in seconds; Triton is imported for it."""
+    """A list to which Triton's compile listener appends the seconds of each stage of each kernel; imports Triton."""
     knobs = importlib.import_module("triton").knobs
     found: list[dict[str, Any]] = []
 
@@ -146,20 +146,21 @@ def watched_kernels() -> list[dict[str, Any]]:
     return found
 
 
-def _rooms(modules: set[str]) -> dict[str, int]:
-    """How many modules of each package."""
-    rooms: dict[str, int] = {}
+def _modules_per_package(modules: set[str]) -> dict[str, int]:
+    """Number of imported modules per package."""
+    counts: dict[str, int] = {}
     for name in modules:
-        room = name.partition(".")[0]
-        rooms[room] = rooms.get(room, 0) + 1
-    return dict(sorted(rooms.items(), key=lambda item: -item[1])[:8])
+        package = name.partition(".")[0]
+        counts[package] = counts.get(package, 0) + 1
+    return dict(sorted(counts.items(), key=lambda item: -item[1])[:8])
 
 
-# --- the process that asks -------------------------------------------------------------------------------------------
+# --- the parent process
+# ------------------------------------------------------------------------------------------------
 
 
-class Asked:
-    """One process, with an empty home."""
+class Child:
+    """One child process with an empty home directory."""
 
     def __init__(self, name: str, device: str, profile: bool):
         self.name, self.home = name, tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
@@ -174,19 +175,19 @@ class Asked:
         )  # fmt: skip
 
     def ready(self) -> bool:
-        """Waits for it; False if it ended instead."""
-        said = self.running.stdout
-        return said is not None and said.readline().strip() == "ready"
+        """Wait until it is ready; False if it ended instead."""
+        output = self.running.stdout
+        return output is not None and output.readline().strip() == "ready"
 
     def answer(self) -> dict[str, Any]:
-        """Tell it to go."""
+        """Send the start signal and read the result."""
         try:
-            said, complained = self.running.communicate("go\n", timeout=LONGEST)
-            return json.loads(said.splitlines()[-1])
+            output, errors = self.running.communicate("go\n", timeout=LONGEST)
+            return json.loads(output.splitlines()[-1])
         except subprocess.TimeoutExpired:
             return {"op": self.name, "failed": f"nothing after {LONGEST} s"}
         except (IndexError, json.JSONDecodeError):
-            return {"op": self.name, "failed": complained.strip().splitlines()[-1:] or "it said nothing"}
+            return {"op": self.name, "failed": errors.strip().splitlines()[-1:] or "it said nothing"}
         finally:
             self.end()
 
@@ -197,8 +198,8 @@ class Asked:
         self.home.cleanup()
 
 
-def ask(names: list[str], args: argparse.Namespace) -> dict[str, Any]:
-    """The record, written after each answer."""
+def measure(names: list[str], args: argparse.Namespace) -> dict[str, Any]:
+    """The record of all operators, written after each result."""
     began = time.time()
     record: dict[str, Any] = {
         "what": "seconds of the first forward and of the first backward, each operator in a process without any cache",
@@ -212,7 +213,7 @@ def ask(names: list[str], args: argparse.Namespace) -> dict[str, Any]:
     for first in range(0, len(names), WAITING):
         if time.time() - began > args.budget - 40:
             break
-        batch = [Asked(name, args.device, args.profile) for name in names[first : first + WAITING]]
+        batch = [Child(name, args.device, args.profile) for name in names[first : first + WAITING]]
         try:
             for process in batch:
                 process.ready()
@@ -230,7 +231,7 @@ def ask(names: list[str], args: argparse.Namespace) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Hardware and versions, asked by another process: this one stays away from the card."""
+    """Hardware and versions, queried by another process, so that this one does not use the GPU."""
     code = "import json; from wyfold.ops import doctor; print(json.dumps([doctor.hardware(), doctor.versions()]))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     hardware, versions = json.loads(done.stdout)
@@ -267,12 +268,12 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=200, help="seconds (default: %(default)s)")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--profile", action="store_true", help="what Triton takes over each kernel; imports it before")
-    parser.add_argument("--call", help=argparse.SUPPRESS)  # how this program asks itself
+    parser.add_argument("--call", help=argparse.SUPPRESS)  # internal: the child process of one operator
     args = parser.parse_args()
     if args.call:
         print(json.dumps(call(args.call, args.device, args.profile)))
         return 0
-    return report(ask(args.op or [*CASES, *SERVED], args))
+    return report(measure(args.op or [*CASES, *SERVED], args))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""A plugin of pytest for runs that may be cut off: each failure is printed when it happens, and every test is written
-down, one JSON line each, into the file that INSTANT_LOG names. PLUG_GPUS shares so many GPUs out among the workers.
+"""pytest plugin for runs that may be interrupted: failures are printed as they happen, and every test is logged.
+
+The file that INSTANT_LOG names gets one JSON line per test. PLUG_GPUS distributes that many GPUs over the workers.
 
     INSTANT_LOG=tests.jsonl PYTHONPATH=src:.:tools/proofs python -m pytest -p instant -n 14 --dist worksteal tests
 """
@@ -13,7 +14,7 @@ WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 GPUS = int(os.environ.get("PLUG_GPUS", "1"))
 LOG = os.environ.get("INSTANT_LOG")
 SHOWN = 2500
-"""Characters of a failure, its last ones."""
+"""Last characters of a failure that are printed."""
 
 if WORKER and GPUS > 1:
     os.environ["CUDA_VISIBLE_DEVICES"] = str(int(WORKER[2:]) % GPUS)

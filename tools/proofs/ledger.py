@@ -1,7 +1,7 @@
-"""What a proof finds, kept as it is found: JSON that is whole after every row, a table last; and jobs side by side.
+"""Results of a proof as a JSON file that is valid after every row, a final table, and jobs that run in parallel.
 
-A row is one finding: the part of the proof it belongs to, its case, whether what was promised held (None where nothing
-was promised), and numbers. A run that is cut off leaves the rows it had.
+A row is one finding: the part of the proof, the case, whether the promise held (None if nothing was promised), and
+numbers. An interrupted run keeps the rows it has written.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from typing import Any
 from wyfold.cli import results
 
 LOG_LINES = 30
-"""Of a process that failed, kept as its reason."""
+"""Last lines of a failed process's log that are kept as the reason."""
 
 Add = Callable[..., None]
 """`add(part, case, held, **numbers)`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, budget: float, spare: int = 2) -> None:
-    """The options that every proof has; `spare` cores are left to the machine."""
+    """Add the options that every proof has; `spare` cores are left idle."""
     parser.add_argument("--out", type=Path, default=Path("proofs"), help="folder of the JSON (default: %(default)s)")
     parser.add_argument("--commit", help="of the tree this runs from, where git is not there to be asked")
     parser.add_argument(
@@ -44,16 +44,16 @@ def add_arguments(parser: argparse.ArgumentParser, budget: float, spare: int = 2
         default=max(2, (os.cpu_count() or 1) - spare),
         help=f"processes side by side (default: as many as cores, but for {spare})",
     )
-    parser.add_argument("--job", help=argparse.SUPPRESS)  # how a proof asks itself for one part, in another process
-    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # where that process leaves its rows
+    parser.add_argument("--job", help=argparse.SUPPRESS)  # internal: run one part, in a child process
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # internal: where the child writes its rows
 
 
 class Ledger:
     """Rows of one proof.
 
     Args:
-        name: Of the proof and its file.
-        args: With the options of `add_arguments`.
+        name: Name of the proof and of its file.
+        args: Parsed options of `add_arguments`.
     """
 
     def __init__(self, name: str, args: argparse.Namespace):
@@ -68,7 +68,7 @@ class Ledger:
 
     @property
     def left(self) -> float:
-        """Seconds of the budget."""
+        """Seconds left of the budget."""
         return float(self.args.budget) - (time.monotonic() - self.began)
 
     def wants(self, part: str) -> bool:
@@ -82,7 +82,7 @@ class Ledger:
 
     @contextmanager
     def step(self, part: str, case: str, needs_s: float = 0.0) -> Iterator[bool]:
-        """Whether there is time for it; what it raises becomes a row, and the proof goes on."""
+        """Whether there is time for a step. An exception inside becomes a row, and the proof continues."""
         if self.left < needs_s:
             self.add(part, case, None, not_run=f"{self.left:.0f} s left, {needs_s:.0f} wanted")
             yield False
@@ -94,7 +94,7 @@ class Ledger:
             self.add(part, case, False, error=f"{type(error).__name__}: {error}"[:400], trace=tail)
 
     def close(self) -> int:
-        """Print the table; 1 if a promise was broken."""
+        """Print the table; return 1 if a promise was broken."""
         parts: dict[str, list[dict[str, Any]]] = {}
         for row in self.rows:
             parts.setdefault(row["part"], []).append(row)
@@ -125,8 +125,8 @@ def _short(value: Any) -> str:
     return str(value)
 
 
-def lines_to(file: Path) -> Add:
-    """The `add` of a job: a line of JSON for each row, for the ledger to read when the job is over."""
+def row_writer(file: Path) -> Add:
+    """The `add` function of a job: writes each row as a JSON line, which the ledger reads when the job is over."""
 
     def add(part: str, case: str, held: bool | None = None, **numbers: Any) -> None:
         with file.open("a", encoding="utf-8") as stream:
@@ -137,13 +137,13 @@ def lines_to(file: Path) -> Add:
 
 @dataclass
 class Job:
-    """Processes that begin together and whose rows are read when all have ended.
+    """Processes that start together, and whose rows are read when all have ended.
 
     Attributes:
-        name: For the rows of what went wrong.
-        commands: Of each process, without `--rows`.
-        environments: Beside the inherited one, of each.
-        limit_s: After which what is left of them is killed.
+        name: Name in the rows about failures.
+        commands: Command of each process, without `--rows`.
+        environments: Additional environment variables of each process.
+        limit_s: Seconds after which remaining processes are killed.
     """
 
     name: str
@@ -155,7 +155,7 @@ class Job:
 
     @property
     def part(self) -> str:
-        """Of the proof that its failure belongs to."""
+        """The part of the proof that a failure is counted for."""
         return self.name.partition(":")[0]
 
     def begin(self, folder: Path) -> None:
@@ -174,13 +174,13 @@ class Job:
                 )
 
     def over(self) -> bool:
-        """Whether all processes have ended; after the limit they are made to."""
+        """Whether all processes have ended; after the time limit they are killed."""
         if time.monotonic() - self.began > self.limit_s:
             self.end()
         return all(process.poll() is not None for process in self.processes)
 
     def end(self) -> None:
-        """Kill what is left, with what it started."""
+        """Kill the remaining processes and their children."""
         for process in self.processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -200,10 +200,10 @@ class Job:
         return folder / f"{id(self)}.{number}.{kind}"
 
 
-def side_by_side(ledger: Ledger, jobs: Sequence[Job], at_once: int) -> None:
-    """Run jobs, as many processes at once as are asked for; none is begun after the budget, or goes on beyond it.
+def run_parallel(ledger: Ledger, jobs: Sequence[Job], at_once: int) -> None:
+    """Run jobs in parallel, with at most `at_once` processes. None starts or continues after the budget.
 
-    Compilations take the time of a first run and a machine has many cores; nothing that is timed belongs here.
+    Parallel jobs are for first runs, which mostly compile. Nothing that is timed may run here.
     """
     waiting, running = list(jobs), list[Job]()
     with tempfile.TemporaryDirectory() as name:
@@ -231,6 +231,6 @@ def _processes(running: Sequence[Job]) -> int:
     return sum(len(job.commands) for job in running)
 
 
-def again(script: str, job: str, *words: str) -> list[str]:
-    """The command with which a proof asks itself for one job."""
+def job_command(script: str, job: str, *words: str) -> list[str]:
+    """The command that runs one job of a proof in a child process."""
     return [sys.executable, script, "--job", job, *words]

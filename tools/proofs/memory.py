@@ -1,14 +1,14 @@
-"""No access outside of a tensor, no race in a scan: every operator's kernels under compute-sanitizer, on a card.
+"""Memory accesses and races: every operator's kernels under compute-sanitizer, on a GPU.
 
     PYTHONPATH=src:. python tools/proofs/memory.py --commit HASH --out DIR
 
-Plain processes make each call once, which compiles it; processes under the sanitizer take the calls that are compiled
-and make them again. Each ends by itself after a while, for its summary comes at its end, and another takes its place.
-PyTorch's own kernels are not looked at. Every tensor is an allocation of its own, with nothing beside it. What is
-planted (`planted.py`) must be found, or a silence says nothing. DIR gets memory.json, rewritten every few seconds;
-a call counts as covered when the process that made it has ended with a summary. `memory_calls.py` has the calls.
+Plain processes make each call once, to compile it. Processes under the sanitizer repeat the calls that are compiled.
+Each of them ends after a while, because its summary is printed at its end, and another one replaces it. PyTorch's own
+kernels are not checked. Every tensor is a separate allocation with padding behind it. The planted faults (`planted.py`)
+must be found, otherwise the absence of errors proves nothing. DIR gets memory.json, rewritten every few seconds; a call
+counts as covered when the process that made it has ended with a summary. The calls are in `memory_calls.py`.
 
-With --sanitizer none --device cpu under TRITON_INTERPRET=1 it runs without a card, and without a finding.
+With --sanitizer none --device cpu under TRITON_INTERPRET=1 it runs without a GPU, and without findings.
 """
 
 import argparse
@@ -33,11 +33,11 @@ from wyfold.cli import results
 
 SANITIZER = "/usr/local/cuda/bin/compute-sanitizer"
 PADDING = 8192
-"""Bytes behind each allocation that belong to nobody: rows of a tile that runs over."""
+"""Padding bytes behind each allocation, for the rows of an overhanging tile."""
 CLOSING = 25
-"""Seconds before the end of the budget in which no call is begun."""
+"""Seconds before the end of the budget in which no call starts."""
 KEPT = 12
-"""Lines of complaints kept of a call."""
+"""Lines of the sanitizer's errors that are kept per call."""
 
 SUMMARY = re.compile(
     r"(?:ERROR SUMMARY: (\d+) error)|(?:RACECHECK SUMMARY: \d+ hazards? .*\((\d+) errors?, (\d+) warn)"
@@ -47,16 +47,16 @@ TELLING = re.compile(r"=+ +(Invalid|Error|Warning|Race|Potential|Program hit|Mis
 
 @dataclass
 class Group:
-    """Calls under one tool.
+    """Calls that are checked with one tool.
 
     Attributes:
-        name: In the record.
-        tool: Of the sanitizer; empty: none.
-        kernels: Parts of names of those that are looked at.
-        calls: A set of `memory_calls`.
-        processes: At a time.
+        name: Name in the record.
+        tool: Tool of the sanitizer; empty for none.
+        kernels: Parts of the names of the kernels that are checked.
+        calls: Name of a set of `memory_calls`.
+        processes: Number of parallel processes.
         turn: Seconds after which a process takes no further call.
-        planted: Something must be found.
+        planted: Whether an error must be found.
     """
 
     name: str
@@ -81,7 +81,7 @@ GROUPS = (
 
 @dataclass
 class Process:
-    """One that makes calls of a group, and the file it writes into."""
+    """A process that makes calls of a group, and the file it writes to."""
 
     group: Group
     output: Path
@@ -91,7 +91,7 @@ class Process:
     cut: bool = False
 
     def found(self) -> dict[str, Any]:
-        """What it has said so far."""
+        """The results that it has written so far."""
         calls: dict[str, dict[str, Any]] = {}
         now, summary, said = "", None, list[str]()
         for line in self.output.read_text(errors="replace").splitlines():
@@ -118,14 +118,14 @@ class Process:
 
 
 class Queue:
-    """Calls of a group, each taken once by whichever process asks first; a folder, so that processes share it."""
+    """Calls of a group, each taken once by the first process that requests it. A folder shares it among processes."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
     def take(self, names: list[str]) -> str | None:
-        """The first that nobody has."""
+        """The first call that no process has taken."""
         for name in names:
             try:
                 os.close(os.open(self._mark(name), os.O_CREAT | os.O_EXCL))
@@ -144,11 +144,12 @@ class Queue:
         return self.folder / re.sub(r"\W+", "_", name)
 
 
-# --- a process that makes calls --------------------------------------------------------------------------------------
+# --- child: makes calls
+# ------------------------------------------------------------------------------------------------
 
 
 def calls_of(which: str, device: Any) -> dict[str, Callable[[], Any]]:
-    """A set of calls by name, those first that take longest to compile."""
+    """A set of calls by name, those with the longest compilation first."""
     from tools.proofs import memory_calls as calls
 
     planted = calls.planted(device)
@@ -164,7 +165,7 @@ def calls_of(which: str, device: Any) -> dict[str, Callable[[], Any]]:
 
 
 def wanted(names: list[str], word: str) -> list[str]:
-    """What is planted is looked for whatever else is."""
+    """Selected names. Planted faults are always included."""
     return [name for name in names if word in name or name.startswith("planted")]
 
 
@@ -174,7 +175,7 @@ def _quickest_last(name: str) -> int:
 
 
 def work(args: argparse.Namespace) -> None:
-    """Make calls until there are none, or no time."""
+    """Make calls until none is left or the time is over."""
     group = next(group for group in GROUPS if group.name == args.work)
     import torch
     from tools.proofs.memory_calls import launched_kernels
@@ -202,21 +203,22 @@ def work(args: argparse.Namespace) -> None:
                     torch.cuda.synchronize()
                 finite = all(bool(x.cpu().isfinite().all()) for x in results)
                 print(f"@done\t{name}\t{time.time() - began:.2f}\t{finite}\t{' '.join(kernels)}", flush=True)
-            except Exception as error:  # one call's; the others are made all the same
+            except Exception as error:  # an error of one call does not stop the others
                 traceback.print_exc()
                 print(f"@failed\t{name}\t{type(error).__name__}: {' '.join(str(error).split())[:300]}", flush=True)
             if not group.tool:
                 compiled.put(name)
 
 
-# --- the process that starts them ------------------------------------------------------------------------------------
+# --- parent: starts processes
+# --------------------------------------------------------------------------------------------
 
 
 def options_of(group: Group, sanitizer: str, port: int) -> list[str]:
-    """The sanitizer's command line. It looks for a port of its own among ten: each process gets other ones.
+    """The sanitizer's command line.
 
-    It is to wait for its program however long that takes to import PyTorch beside others; a program that is given up
-    hangs at its first launch.
+    The sanitizer searches ten ports for a free one, so each process gets its own range. Its launch timeout is long,
+    because importing PyTorch in parallel is slow; a program that the sanitizer gives up on hangs at its first launch.
     """
     if not group.tool or sanitizer == "none":
         return []
@@ -238,7 +240,7 @@ def options_of(group: Group, sanitizer: str, port: int) -> list[str]:
 
 
 def filters(sanitizer: str) -> str:
-    """What this version calls its filter by name."""
+    """The names of the kernel filter options in this version."""
     said = subprocess.run([sanitizer, "--help"], capture_output=True, text=True, check=True).stdout
     return "--kernel-name" if "--kernel-name " in said else "--kernel-regex"
 
@@ -270,9 +272,9 @@ def environment(cache: Path) -> dict[str, str]:
 
 
 def oversee(args: argparse.Namespace, shared: Path) -> dict[str, Any]:
-    """Start processes, keep their number while calls are left, write what they find, and end what outlasts them."""
+    """Start processes, replace them while calls are left, write their results, and kill those over their time."""
     began, processes = time.time(), list[Process]()
-    names = json.loads(asked("--list", args))
+    names = json.loads(query("--list", args))
     names = {which: wanted(some, args.only) for which, some in names.items()}
     record: dict[str, Any] = {
         "what": "compute-sanitizer over Wyfold's kernels",
@@ -284,7 +286,7 @@ def oversee(args: argparse.Namespace, shared: Path) -> dict[str, Any]:
     }
     try:
         return watched(args, shared, began, names, record, processes)
-    finally:  # they are in sessions of their own, so that the sanitizer ends with its program
+    finally:  # each process is in a separate session, so that the sanitizer ends with its program
         for p in processes:
             if p.running.poll() is None:
                 os.killpg(p.running.pid, signal.SIGKILL)
@@ -308,7 +310,7 @@ def watched(
         until = ends - CLOSING
         for group in GROUPS:
             left = Queue(shared / group.name).left(names[group.calls])
-            # The first processes of all begin at once; a later one needs time to import and to make a call.
+            # The first processes start together; a later one needs time to import and to make a call.
             ready = now < until - 20 or not processes
             while ready and len(busy[group.name]) < min(group.processes, len(left)):
                 process = begin(group, len(processes), shared, args, until)
@@ -323,7 +325,7 @@ def watched(
                     p.ended, p.cut = now, True
             over = True
         if over or now - written > 5:
-            record |= told(processes, names) | {"seconds": round(now - began, 1)}
+            record |= collected(processes, names) | {"seconds": round(now - began, 1)}
             results.write(args.out, "memory.json", record)
             written = now
         if over:
@@ -331,8 +333,8 @@ def watched(
         time.sleep(0.3)
 
 
-def told(processes: list[Process], names: dict[str, list[str]]) -> dict[str, Any]:
-    """What all processes have found, by group."""
+def collected(processes: list[Process], names: dict[str, list[str]]) -> dict[str, Any]:
+    """Results of all processes, by group."""
     found = [p.found() for p in processes]
     groups = {}
     for group in GROUPS:
@@ -355,8 +357,8 @@ def told(processes: list[Process], names: dict[str, list[str]]) -> dict[str, Any
     return {"groups": groups, "processes": found}
 
 
-def asked(question: str, args: argparse.Namespace) -> str:
-    """A child's one line: names of calls are known only to those that import PyTorch."""
+def query(question: str, args: argparse.Namespace) -> str:
+    """One line of output of a child process: names of calls need an import of PyTorch."""
     command = [sys.executable, "-m", "tools.proofs.memory", question, "--device", args.device, "--out", str(args.out)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment(args.cache))
     if done.returncode:
@@ -372,7 +374,7 @@ def version(sanitizer: str) -> str:
 
 
 def report(record: dict[str, Any]) -> int:
-    """A table, and whether everything is as it must be."""
+    """Print a table; return whether every result is as required."""
     wrong = []
     print(f"{'':36} {'covered':>9} {'errors':>7} {'warnings':>9} {'processes':>10} {'cut off':>8} {'s':>7}")
     for group in GROUPS:
@@ -418,7 +420,7 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, help="of compiled kernels (default: TRITON_CACHE_DIR, or an empty one)")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", default="", help="calls whose name holds this")
-    # How this program asks itself.
+    # Internal options for child processes.
     parser.add_argument("--list", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)

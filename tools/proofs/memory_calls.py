@@ -1,8 +1,8 @@
-"""What `memory.py` calls on a card: small calls of every public operator, one name each, and what is planted.
+"""Calls for `memory.py` on a GPU: small calls of every public operator by name, and the planted faults.
 
-`tests/compile/aot.py` has a call for every configuration that ships; here they are made, with tokens that end inside a
-chunk, and with sequences of no and of few tokens where they are packed. `BESIDE` adds widths that fill no tile, the
-other dtypes, norms and gates within, kept factors, and the operators of serving.
+`tests/compile/aot.py` has a call for every shipped configuration. Those calls are made here, with lengths that end
+inside a chunk and, if packed, with empty and short sequences. `BESIDE` adds widths that fill no tile, the other dtypes,
+norms and gates inside, kept factors, and the serving operators.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ RULES = {"delta_rule": "chunk_delta_rule", "gdn": "chunk_gated_delta_rule", "kda
 DTYPES = ("bfloat16", "float16", "float32")
 NORM = ("use_qk_l2norm_in_kernel", True)
 GLUON = (("chunk_size", 64),)
-"""With bfloat16 and K = V = 128, what the Gluon kernels serve."""
+"""Options of the Gluon kernels, with bfloat16 and K = V = 128."""
 
 TOKENS = 130
 LONG = 386
-"""Tokens of a sequence that goes through every stage of a scan's loop twice, and ends inside a chunk."""
+"""Tokens of a sequence that passes every stage of a scan's loop twice, and ends inside a chunk."""
 
 BESIDE = (
     *(
@@ -85,11 +85,11 @@ RACED = (
         for dtype, D, C in (("bfloat16", 64, 16), ("bfloat16", 128, 16), ("float32", 64, 16), ("float16", 64, 64))
     ),
 )
-"""For races in the kernels that go through a sequence: Gluon's rings of copies first."""
+"""Race checks of the kernels that loop over a sequence; Gluon's rings of copies come first."""
 
 
 def memory(device: torch.device) -> dict[str, Callable[[], list[Tensor]]]:
-    """Name -> call, for accesses outside of tensors; each returns what it computed."""
+    """Name -> call, for the memory checks; each call returns its results."""
     found = [call for call in (*aot.CALLS, *aot.PER_ARCHITECTURE["sm_90"], *BESIDE) if isinstance(call, aot.Call)]
     found = [call for call in found if call.subject != "solve_tril"]
     named = {str(call): partial(made, call, device, TOKENS) for call in found}
@@ -100,19 +100,19 @@ def memory(device: torch.device) -> dict[str, Callable[[], list[Tensor]]]:
 
 
 def races(device: torch.device) -> dict[str, Callable[[], list[Tensor]]]:
-    """The same, for races in the scans."""
+    """Name -> call, for race checks of the scans."""
     return {str(call): partial(made, call, device, LONG) for call in RACED}
 
 
 def sides(device: torch.device) -> dict[str, Callable[[], list[Tensor]]]:
-    """Gluon's kernels beside the scans, for races in what they write by hand: barriers, copies, tiles."""
+    """Calls of the other Gluon kernels, for race checks of their explicit barriers, copies and shared memory."""
     found = [Call(subject, options=GLUON, heads=1) for subject in RULES.values()]
     found.append(Call("chunk_kda, gate inside", options=(*GLUON, NORM), packed=True, heads=1))
     return {f"{call}, two chunks": partial(made, call, device, 66) for call in found}
 
 
 def made(call: Call, device: torch.device, tokens: int) -> list[Tensor]:
-    """The call, and its backward where it has one, on tensors that are drawn on the CPU."""
+    """Make the call, and its backward if it has one, on tensors that are drawn on the CPU."""
     subject = OPERATOR_SPECS[call.subject]
     T = max(tokens, 64 * call.segments + 2)
     a = subject.arguments(Shape(1, T, 1, call.heads, call.K, call.V), getattr(torch, call.dtype), 0)
@@ -134,13 +134,13 @@ def made(call: Call, device: torch.device, tokens: int) -> list[Tensor]:
 
 
 def solved(dtype: str, chunk: int, device: torch.device) -> list[Tensor]:
-    """Its triangle alone is read."""
+    """`solve_tril`, which reads the strict lower triangle only."""
     A = 0.1 * torch.randn(1, TOKENS, 2, chunk)
     return [wyfold.solve_tril(A.to(getattr(torch, dtype)).to(device), backend="triton")]
 
 
 def served(device: torch.device) -> dict[str, Callable[[], list[Tensor]]]:
-    """Every operator over a pool, with a row that is skipped and slots out of order."""
+    """Every operator over a pool, with a skipped row and unordered slots."""
     named: dict[str, Callable[[], list[Tensor]]] = {}
     for rule in ("delta_rule", "gated_delta_rule", "kda"):
         for stored in ("float32", "bfloat16"):
@@ -212,7 +212,7 @@ def _ttt_decode(D: int, stored: str, device: torch.device) -> list[Tensor]:
 
 
 def planted(device: torch.device) -> dict[str, Callable[[], list[Tensor]]]:
-    """What a sanitizer must complain of: a write behind a tensor, and a race."""
+    """Faults that a sanitizer must report: a write behind a tensor, and a race."""
     from tools.proofs import planted
 
     return {
@@ -223,7 +223,7 @@ def planted(device: torch.device) -> dict[str, Callable[[], list[Tensor]]]:
 
 @contextlib.contextmanager
 def launched_kernels() -> Iterator[dict[str, None]]:
-    """Within, the names of Wyfold's kernels that were launched are collected."""
+    """Context manager that collects the names of Wyfold's launched kernels."""
     from triton.runtime.jit import JITFunction
 
     names: dict[str, None] = {}

@@ -1,4 +1,4 @@
-"""Two mistakes, for `memory.py`: a sanitizer that does not name them would not name ours."""
+"""Two planted faults for `memory.py`, which show that the sanitizer reports such faults."""
 
 import torch
 import triton
@@ -9,9 +9,11 @@ WARPS = 4
 
 @triton.jit
 def wyfold_scan_planted(x, y, N: tl.constexpr, past: tl.constexpr, race: tl.constexpr):
-    """`past` numbers behind y's last one are written; `race`: every thread writes its own number to one shared word."""
+    """A kernel with two faults: it writes `past` elements behind the end of y; with `race`, all threads write different
+    numbers to one shared word.
+    """
     i = tl.arange(0, N)
-    total = tl.sum(tl.load(x + i), 0)  # over warps, and so with shared memory
+    total = tl.sum(tl.load(x + i), 0)  # a reduction over warps, which uses shared memory
     if race:
         i = tl.inline_asm_elementwise(
             "{ .reg .u32 at; mov.u32 at, global_smem; st.shared.u32 [at], $1; mov.u32 $0, $1; }",

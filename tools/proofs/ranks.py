@@ -1,11 +1,11 @@
-"""One buffer of tokens over GPUs of one host: errors, gradients, losses, scaling and failures, beside one GPU.
+"""One buffer of tokens over the GPUs of a host: errors, gradients, losses, scaling and failures, compared with one GPU.
 
     PYTHONPATH=src:. python tools/proofs/ranks.py --commit HASH --out DIR [--ranks N] [--only PARTS] [--peers FOLDER]
 
-It starts its ranks itself, over NCCL as many as there are GPUs, and shares one cache of kernels. Parts: errors (delta
-rules), ttt, conv, layers (every parameter's gradient), mismatch, death, train; these run side by side, and so compile.
-Then, alone: scaling, and with `--peers` fla's own context parallelism. Without cards it is tiny and over gloo: that
-finds mistakes in this file and nothing else.
+The program starts its ranks itself, over NCCL and one per GPU, with a shared kernel cache. The parts errors (delta
+rules), ttt, conv, layers (every parameter's gradient), mismatch, death and train run in parallel, since they compile.
+Scaling and, with `--peers`, fla's own context parallelism run alone afterwards. Without GPUs everything is tiny and
+over gloo, which only tests this file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ledger import Add, Job, Ledger, add_arguments, again, lines_to, side_by_side
+from ledger import Add, Job, Ledger, add_arguments, job_command, row_writer, run_parallel
 from torch import Tensor, nn
 
 import wyfold
@@ -65,32 +65,32 @@ GATED = {"delta_rule": None, "gated_delta_rule": "model", "kda": "model"}
 PARAMETERS = ("A_log", "dt_bias", "w", "b", "weight", "bias")
 STARTING, ENDING = ("initial_state", "initial_state_bias", "dh0", "dc0", "dinitial_state"), ("state", "state_bias")
 FEW = 64
-"""Numbers, such as a gate parameter's gradient: their error is one draw and not a size."""
-OF_A_DRAW = 3.0
-"""Times the error of one GPU that few numbers may be off."""
+"""Number of elements, as of a gate parameter's gradient, below which an error varies by chance."""
+FEW_FACTOR = 3.0
+"""Largest error of so few elements, relative to the error of one GPU."""
 TIMEOUT_S, NOTICED_S = 30, 60
 DEATHS = ("host", "backward", "train")
 STUCK_S, DEATH_LIMIT_S = 110, 140
 LIVED_STEPS = 5
 TAIL = 40
-"""Lines of a survivor's log that are kept: the stacks of all its threads, if it hung."""
+"""Lines of a survivor's log that are kept: the stacks of all its threads if it hung."""
 LOSSES = 0.005
 STEPS, BATCH = (4, 1) if TINY else (200, 16)
 SCALED = {4: 3.2}
-"""Least speed of so many GPUs by one GPU's; of other counts it is said and held to nothing."""
+"""Least speedup by number of GPUs; for other numbers the speedup is reported only."""
 MEMORY = 1.12
-"""Most peak memory of a rank, weights aside, by its share of one GPU's."""
+"""Largest peak memory of a rank without weights, relative to its share of one GPU's."""
 
 Arguments = dict[str, Any]
 Named = dict[str, Tensor]
 
 
 class Place:
-    """This process among the ranks.
+    """This process's place among the ranks.
 
     Attributes:
-        rank, world: Number, and how many there are.
-        device: Of this rank's tensors.
+        rank, world: Its number, and the number of ranks.
+        device: Device of this rank's tensors.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class Place:
         self.device = HOST if TINY else torch.device("cuda", self.rank)
 
     def join(self, timeout_s: float = 120) -> None:
-        """Meet the other ranks."""
+        """Join the process group."""
         if TINY:
             dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
             return
@@ -118,7 +118,7 @@ class Place:
 
 
 def packing(seed: int, tokens: int) -> list[int]:
-    """Boundaries of sequences in a buffer of so many tokens: long, short, without tokens; and rows of nobody."""
+    """Boundaries of sequences in a buffer of `tokens` tokens: long, short and empty sequences, and padding rows."""
     draw = random.Random(seed)
     lengths: list[int] = []
     while sum(lengths) < tokens:
@@ -130,7 +130,7 @@ def packing(seed: int, tokens: int) -> list[int]:
 
 
 def shared(context: ContextParallel, name: str, x: Any) -> Any:
-    """What this rank gives of an argument, or is fed of a gradient."""
+    """This rank's share of an argument or of an incoming gradient."""
     if not isinstance(x, Tensor) or name in PARAMETERS:
         return x
     if name in STARTING or name in ENDING:
@@ -139,7 +139,7 @@ def shared(context: ContextParallel, name: str, x: Any) -> Any:
 
 
 def joined(context: ContextParallel, name: str, x: Tensor, count: int) -> Tensor:
-    """What all ranks found, as one process would have: every sequence's state, every token, sums over ranks."""
+    """The results of all ranks as one process would have them: all sequences' states, all tokens, sums over ranks."""
     if name.removeprefix("d") in PARAMETERS:
         total = x.float()
     elif name in STARTING or name in ENDING:
@@ -153,7 +153,7 @@ def joined(context: ContextParallel, name: str, x: Tensor, count: int) -> Tensor
 
 
 def across(place: Place, op: Callable[..., Any], a: Arguments, fed: Named, boundaries: list[int], layout: str) -> Named:
-    """A call over the ranks, put together again on all of them."""
+    """A call over the ranks whose results are assembled on all of them."""
     context = build_cp_context(torch.tensor(boundaries), dist.group.WORLD, total_tokens=a["T"], layout=layout)
     mine = {name: shared(context, name, x) for name, x in a.items() if name != "T"}
     arrows = {name: shared(context, name, x) for name, x in fed.items()}
@@ -174,7 +174,7 @@ def add_verdicts(add: Add, part: str, case: str, verdicts: Sequence[Verdict], al
 
 
 def errors(add: Add, place: Place, rule: str, layout: str) -> None:
-    """A delta rule over random packings, everything inside it, against float64; the yardstick of tests/accuracy."""
+    """A delta rule over random packings with all options, against float64; the yardstick is that of tests/accuracy."""
     op = getattr(wyfold, f"chunk_{rule}")
     for seed in range(1, 1 + (1 if TINY else 2) * place.world):
         boundaries = packing(seed, TOKENS)
@@ -186,7 +186,7 @@ def errors(add: Add, place: Place, rule: str, layout: str) -> None:
         fed = incoming({"o": a["v"], "state": a["initial_state"]}, seed)
         got = across(place, op, a | {"T": TOKENS}, fed, boundaries, layout)
         if seed % place.world != place.rank:
-            continue  # the ranks judge in turn
+            continue  # the ranks share the judging
         a["cu_seqlens"] = torch.tensor(boundaries)
         alone = measured(lambda x: op(**x), place.on(a), tuple(fed), fed=place.on(fed))
         eager = a | {"backend": "eager"}
@@ -202,12 +202,12 @@ def errors(add: Add, place: Place, rule: str, layout: str) -> None:
 
 
 def ttt(add: Add, place: Place, layout: str) -> None:
-    """TTT-Linear, whose state goes from rank to rank; ranks own whole mini-batches."""
+    """TTT-Linear, whose state is passed from rank to rank; ranks own whole mini-batches."""
     units, width = (12 * place.world, 8) if TINY else (48 * place.world, 64)
     T = 16 * units
     for seed in (1, 2):
         boundaries = [16 * (end // 16) for end in packing(seed, T)]
-        boundaries[-1] = T - 5  # a last mini-batch that is short
+        boundaries[-1] = T - 5  # a short last mini-batch
         N = len(boundaries) - 1
         a: Arguments = inputs.draw(
             "random", "ttt_linear", Shape(1, T, 2, 4, width, width), state="normal", sequences=N, dtype=BF16, seed=seed
@@ -239,7 +239,7 @@ def ttt(add: Add, place: Place, layout: str) -> None:
 
 
 def conv(add: Add, place: Place, layout: str) -> None:
-    """The short convolution's halo, with everything it has; the yardstick is the eager backend in bfloat16."""
+    """The short convolution's halo with all options; the yardstick is the eager backend in bfloat16."""
     for W, activation in ((4, "silu"), (4, None), (2, "silu")):
         boundaries, channels = packing(W, TOKENS), 32 if TINY else 1024
         N, draw = len(boundaries) - 1, torch.Generator().manual_seed(W)
@@ -259,7 +259,7 @@ def conv(add: Add, place: Place, layout: str) -> None:
         truth = measured(lambda x: wyfold.causal_conv1d(**x), widened(eager), tuple(fed), fed=exact)
         verdicts = []
         for name, x in got.items():
-            if name.removeprefix("d") in PARAMETERS:  # a sum of shares that were rounded: its size is what is held
+            if name.removeprefix("d") in PARAMETERS:  # a sum of rounded shares: only the size of its error is bounded
                 limit = 1.5 * rms(yardstick[name], truth[name])
                 verdicts.append(judge(x.cpu(), truth[name], name=name, target=limit))
             else:
@@ -284,7 +284,7 @@ BUILT: dict[str, Callable[..., nn.Module]] = {
 class Step:
     """One step of a layer, or of a decoder's loss: the gradient of every parameter, and of the layer's input.
 
-    Parameters are float32 and computed with under autocast to bfloat16, as `wyfold train` has them, or float64.
+    Parameters are float32 under autocast to bfloat16, as in `wyfold train`, or float64.
     """
 
     def __init__(self, name: str, place: Place):
@@ -294,7 +294,7 @@ class Step:
         size, T = 4 * D, self.tokens
         self.x = torch.randint(256, (1, T)) if name == "decoder" else torch.randn(1, T, size)
         self.arrow, self.labels = torch.randn(1, T, size), torch.randint(256, (1, T))
-        units = T // 16  # mini-batches of TTT-Linear, between which a sequence has to be cut
+        units = T // 16  # mini-batches of TTT-Linear, between which sequences are cut
         self.bounds = 16 * torch.tensor([0, units * 5 // 16, units * 5 // 16, units * 13 // 16, units])
 
     def run(self, module: nn.Module, device: torch.device, own: Callable[[Tensor], Tensor], **where: Any) -> Named:
@@ -318,7 +318,7 @@ class Step:
 
 
 def module(add: Add, place: Place, name: str) -> None:
-    """Gradients of every parameter over all ranks and on one, both by those of float64."""
+    """Gradients of every parameter over all ranks and on one, both compared with float64."""
     step = Step(name, place)
     alone, truth = {}, {}
     if place.leads:
@@ -344,7 +344,7 @@ def module(add: Add, place: Place, name: str) -> None:
         over = {}
         for key, error in ours.items():
             few = truth[key].numel() < FEW
-            if not error <= (OF_A_DRAW if few else 1.25) * theirs[key]:
+            if not error <= (FEW_FACTOR if few else 1.25) * theirs[key]:
                 over[key] = f"{error:.2e} beside {theirs[key]:.2e}, {truth[key].numel()} numbers"
         complete = ours.keys() == truth.keys()
         by = max(error / max(theirs[key], 1e-30) for key, error in ours.items())
@@ -360,15 +360,15 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 
 def train(add: Add, place: Place, folder: str, segmented: str = "1") -> None:
-    """`wyfold train` on the language reference inside Python, each row's bytes over all ranks; the losses it wrote.
+    """Losses of `wyfold train` on the language reference inside Python, each row's bytes over all ranks.
 
-    On one rank also with its sequences in segments, which rounds as differently as ranks do: what that alone changes.
+    One rank also runs with its sequences in segments, whose rounding differs as much as that of several ranks does.
     """
     run = Path(folder) / (f"cp {place.world}" + (f", {segmented} segments" if segmented != "1" else ""))
     words = ["train", "--out", str(run), "--device", place.device.type, "--dtype", "bfloat16", "--cp", str(place.world)]
     words += ["--steps", str(STEPS), "--eval-every", str(max(1, STEPS // 4)), "--save-every", str(STEPS)]
     words += ["--layers", "kda gdn delta_net attention", "--batch", str(BATCH), "--length", "1024", "--warmup", "20"]
-    words += ["--lr", "0.001"]  # by 0.003 alone, rounding grows to a percent of a loss in 200 steps
+    words += ["--lr", "0.001"]  # with 0.003, rounding grows to a percent of a loss in 200 steps
     if TINY:
         words += ["--layers", "kda attention", "--depth", "2", "--width", "32", "--heads", "2", "--head-dim", "16"]
         words += ["--length", "64", "--eval-bytes", "256"]
@@ -384,7 +384,7 @@ def train(add: Add, place: Place, folder: str, segmented: str = "1") -> None:
 
 
 def compare_losses(ledger: Ledger) -> None:
-    """The curves of all runs, step by step after a mean over twenty, and their ends."""
+    """Compare the curves of all runs step by step, after a mean over twenty steps, and their ends."""
     runs = {row["case"]: row for row in ledger.rows if row["part"] == "train" and "losses" in row}
     if "cp 1" not in runs:
         return
@@ -406,7 +406,7 @@ def _smooth(losses: Sequence[float], over: int = 20) -> list[float]:
 
 
 def mismatch(add: Add, place: Place) -> None:
-    """The last rank does something else: a ValueError on all ranks, and the group works on."""
+    """The last rank makes another call: all ranks raise a ValueError, and the group still works."""
     odd = place.rank == place.world - 1
     cases: dict[str, dict[str, Any]] = {
         "width of v": {"V": 2 * D},
@@ -448,11 +448,11 @@ def mismatch(add: Add, place: Place) -> None:
 
 
 def dying(place: Place, where: str) -> None:
-    """A rank of `death`: the last one is killed between forward and backward, the others are then `where`.
+    """A rank of `death`: the last one is killed between forward and backward, while the others are in `where`.
 
-    "host": behind the backward, where the host reads a number. "backward": inside of it, which reads one itself.
+    "host": after the backward, where the host reads a number. "backward": inside of it, where it reads one itself.
     """
-    faulthandler.dump_traceback_later(STUCK_S, exit=True)  # a survivor that hangs says where
+    faulthandler.dump_traceback_later(STUCK_S, exit=True)  # a survivor that hangs prints where
     place.join(TIMEOUT_S)
     context = build_cp_context(None, dist.group.WORLD, total_tokens=TOKENS)
     leaf = torch.ones(1, context.tokens, 2, D, device=place.device, dtype=BF16, requires_grad=True)
@@ -473,7 +473,7 @@ def dying(place: Place, where: str) -> None:
 
     try:
         with Watch(dist.group.WORLD):
-            step(last=False)  # everything is compiled, and the ranks are agreed
+            step(last=False)  # compiles everything, and compares the ranks' calls
             dist.barrier()
             print(f"READY {time.time()}", flush=True)
             step(last=True)
@@ -482,11 +482,11 @@ def dying(place: Place, where: str) -> None:
         cause = type(error.__cause__).__name__
         said = f"{type(error).__name__} from {cause}: {' '.join(str(error).split())}"
         print(f"SAID {time.time()} {said}"[:600], flush=True)
-        sys.exit(3)  # as a program would end, destructors and all
+        sys.exit(3)  # a normal exit, with destructors
 
 
 def learning(folder: str) -> list[str]:
-    """A run of `wyfold train` without an end."""
+    """An endless run of `wyfold train`."""
     words = [sys.executable, "-m", "wyfold", "train", "--out", folder, "--device", HOST.type if TINY else "cuda"]
     words += ["--steps", "1000000", "--eval-every", "1000000", "--save-every", "1000000", "--warmup", "20"]
     words += ["--layers", "kda attention", "--depth", "2", "--batch", "2"]
@@ -496,15 +496,15 @@ def learning(folder: str) -> list[str]:
 
 
 def death(add: Add, ranks: str, where: str) -> None:
-    """A rank dies mid-step under PyTorch's own settings; when, and by which exception, each survivor ends.
+    """A rank dies mid-step under PyTorch's own settings: when, and by which exception, each survivor ends.
 
-    `where` its survivors are: as `dying` has it, or "train": anywhere in a step of `wyfold train`.
+    `where` is as in `dying`, or "train": anywhere in a step of `wyfold train`.
     """
     world, port, training = int(ranks), free_port(), where == "train"
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"{rank}.log" for rank in range(world)]
         history, children = Path(folder) / "run" / "metrics.jsonl", []
-        command = [*again(__file__, f"dying:{where}"), "--rows", os.devnull]
+        command = [*job_command(__file__, f"dying:{where}"), "--rows", os.devnull]
         if training:
             command = [*learning(str(history.parent)), "--cp", ranks]
         for rank, log in enumerate(logs):
@@ -523,7 +523,7 @@ def death(add: Add, ranks: str, where: str) -> None:
             time.sleep(0.05)
         killed = ended.get(world - 1)
         for rank, child in enumerate(children):
-            child.kill()  # what has not ended by itself
+            child.kill()  # children that have not ended by themselves
             child.wait()
             if rank == world - 1:
                 continue
@@ -543,11 +543,11 @@ def death(add: Add, ranks: str, where: str) -> None:
 
 SCALING = {"gdn": layers.GatedDeltaNet, "kda": layers.KimiDeltaAttention}
 LENGTHS = (256,) if TINY else (262144, 524288, 1048576)
-"""The longest over twice as many GPUs are shares of the length before it."""
+"""Each length is twice the previous one, so its shares over twice as many GPUs are equal."""
 
 
 def timed(place: Place, call: Callable[[], object], rounds: int) -> list[float]:
-    """Milliseconds of a call that all ranks begin together, of the slowest rank, in every round."""
+    """Milliseconds in every round of a call that all ranks begin together, on the slowest rank."""
     call()
     times = []
     for _ in range(rounds):
@@ -566,7 +566,7 @@ def timed(place: Place, call: Callable[[], object], rounds: int) -> list[float]:
 def layer_step(
     place: Place, kind: str, T: int, context: ContextParallel | None
 ) -> tuple[nn.Module, Callable[[], None]]:
-    """A bfloat16 layer of hidden size 1024 with 8 heads of 128, and a call of it forward and backward."""
+    """A bfloat16 layer of hidden size 1024 with 8 heads of 128, and a function that runs it forward and backward."""
     torch.manual_seed(0)
     H, width = (2, 2 * D) if TINY else (8, 1024)
     layer = SCALING[kind](width, H, head_dim=D).to(place.device, BF16)
@@ -585,7 +585,7 @@ def layer_step(
 
 
 def measure_layer(place: Place, kind: str, T: int, across: bool, rounds: int) -> dict[str, Any]:
-    """Milliseconds, GiB at the peak above the weights on each rank, bytes that this rank contributes."""
+    """Milliseconds, peak GiB above the weights on each rank, and bytes that this rank contributes."""
     if not TINY:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -595,7 +595,7 @@ def measure_layer(place: Place, kind: str, T: int, across: bool, rounds: int) ->
     weights = sum(p.numel() * p.element_size() for p in layer.parameters())
     failed = ""
     try:
-        call()  # before it is timed, and to see whether it fits
+        call()  # warm-up, and a check that it fits into memory
         place.wait()
     except torch.cuda.OutOfMemoryError as error:
         failed = f"out of memory: {error}"[:150]
@@ -632,15 +632,15 @@ def scaling(add: Add, place: Place, kind: str, rounds: str = "5") -> None:
         add("scaling", f"{kind} layer, {T} tokens, {place.world} GPUs", held, **row)
 
 
-def warm(add: Add, place: Place, kind: str) -> None:
-    """Compile what scaling calls: lengths whose shares are cut into segments as well."""
+def compile_scaling(add: Add, place: Place, kind: str) -> None:
+    """Compile the calls of `scaling`, including lengths whose shares are cut into segments."""
     T = 256 if TINY else 131072 * place.world
     for across in (False, True):
         measure_layer(place, kind, T, across, 1)
 
 
 def peers(add: Add, place: Place, kind: str, folder: str) -> None:
-    """The operator over one sequence, ours and fla's context parallelism, forward and backward."""
+    """The operator over one sequence with ours and with fla's context parallelism, forward and backward."""
     sys.path.insert(0, folder)
     if importlib.util.find_spec("fla") is None:
         if place.leads:
@@ -673,7 +673,7 @@ def peers(add: Add, place: Place, kind: str, folder: str) -> None:
             add("peers", f"{kind}, {T} tokens", None, ms=ms, rounds_ms=rounds, faster=ms["fla"] / ms["ours"])
 
 
-# --- the whole -------------------------------------------------------------------------------------------------------
+# --- main ------------------------------------------------------------------------------------------------------------
 
 
 def free_port() -> int:
@@ -683,23 +683,24 @@ def free_port() -> int:
 
 
 def environment(rank: int, world: int, port: int) -> dict[str, str]:
-    """What a launcher tells a process."""
+    """Environment variables that a launcher sets for a process."""
     found = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "2"}
     return found | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
 
 
 def of_ranks(name: str, world: int, *, launched: bool = False, limit_s: float = 120) -> Job:
-    """A job of so many ranks; `launched`: as by torchrun, for what asks for it."""
+    """A job of `world` ranks; with `launched` they are started as by torchrun."""
     port = free_port()
     by = {"TORCHELASTIC_RUN_ID": "proof"} if launched else {}
     environments = [environment(rank, world, port) | by for rank in range(world)]
-    return Job(name, [again(__file__, name)] * world, environments, limit_s)
+    return Job(name, [job_command(__file__, name)] * world, environments, limit_s)
 
 
 def jobs(ledger: Ledger, world: int, folder: str) -> list[Job]:
-    """What runs side by side, what waits longest first."""
+    """The parallel jobs, longest waiting time first."""
     found = [
-        Job(f"death:{world}:{where}", [again(__file__, f"death:{world}:{where}")], limit_s=150) for where in DEATHS
+        Job(f"death:{world}:{where}", [job_command(__file__, f"death:{world}:{where}")], limit_s=150)
+        for where in DEATHS
     ]
     sizes = [size for size in (1, 2, 4, 8) if size <= world]
     found += [of_ranks(f"train:{folder}", size, launched=size > 1, limit_s=150) for size in reversed(sizes)]
@@ -718,16 +719,16 @@ OF_RANKS: dict[str, Callable[..., None]] = {
     "conv": conv,
     "layers": module,
     "mismatch": mismatch,
-    "warm": warm,
+    "warm": compile_scaling,
     "scaling": scaling,
     "peers": peers,
 }
 
 
 def one_job(args: argparse.Namespace) -> None:
-    """What this process was started for."""
+    """Run the job that this process was started for."""
     name, *words = args.job.split(":")
-    add = lines_to(args.rows)
+    add = row_writer(args.rows)
     if name == "death":
         death(add, *words)
         return
@@ -738,7 +739,7 @@ def one_job(args: argparse.Namespace) -> None:
     if name == "train":
         train(add, place, *words)
         _leave()
-    workspace.WORKSPACE_BYTES = 512 << 20  # of the truth; parts of the usual size are made for caches
+    workspace.WORKSPACE_BYTES = 512 << 20  # for the truth; the default size is tuned for caches
     place.join()
     OF_RANKS[name](add, place, *words)
     dist.barrier()
@@ -747,7 +748,7 @@ def one_job(args: argparse.Namespace) -> None:
 
 
 def _leave() -> None:
-    """End at once: threads of a group that is gone may still run, and make an error of an end that takes its time."""
+    """Exit at once: threads of a destroyed group may still run, and would turn a slow exit into an error."""
     sys.stdout.flush()
     os._exit(0)
 
@@ -767,12 +768,12 @@ def main() -> int:
     ledger = Ledger("ranks", args)
     ledger.record["ranks"] = args.ranks
     with tempfile.TemporaryDirectory() as folder:
-        side_by_side(ledger, jobs(ledger, args.ranks, folder), args.at_once)
+        run_parallel(ledger, jobs(ledger, args.ranks, folder), args.at_once)
     compare_losses(ledger)
     for kind in SCALING if ledger.wants("scaling") else ():
-        side_by_side(ledger, [of_ranks(f"scaling:{kind}", args.ranks)], args.ranks)
+        run_parallel(ledger, [of_ranks(f"scaling:{kind}", args.ranks)], args.ranks)
     for kind in SCALING if args.peers and ledger.wants("peers") else ():
-        side_by_side(ledger, [of_ranks(f"peers:{kind}:{args.peers}", args.ranks, limit_s=300)], args.ranks)
+        run_parallel(ledger, [of_ranks(f"peers:{kind}:{args.peers}", args.ranks, limit_s=300)], args.ranks)
     return ledger.close()
 
 

@@ -1,11 +1,11 @@
-"""One sequence over a whole GPU: errors, bits, times and launches of sequences cut into segments, on one card.
+"""Sequences cut into segments, on one GPU: errors, bits, times and launches.
 
     PYTHONPATH=src:. python tools/proofs/segments.py --commit HASH --out DIR [--only PARTS] [--peers FOLDER]
 
-Parts: errors (forced counts against the float64 token loop), long (what the rule cuts, against float64), threshold,
-bits; these run side by side, and so compile. Then, alone: times, launches. `--peers FOLDER` is where fla, FlashQLA and
-others were installed; they tune themselves at their first call, which wants a budget of 300. Without a card everything
-is tiny and on the eager backend: that finds mistakes in this file and nothing else.
+The parts errors (forced counts against the float64 token loop), long (counts chosen by the rule, against float64),
+threshold and bits run in parallel, since they compile. Times and launches run alone afterwards. `--peers FOLDER` is a
+folder where fla, FlashQLA and others are installed; they autotune at their first call, which needs a budget of 300.
+Without a GPU everything is tiny and on the eager backend, which only tests this file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from ledger import Add, Job, Ledger, add_arguments, again, lines_to, side_by_side
+from ledger import Add, Job, Ledger, add_arguments, job_command, row_writer, run_parallel
 from torch import Tensor
 
 import wyfold
@@ -50,22 +50,25 @@ COUNTS = (1, 2, 3, 4, 8, 16)
 GATED = (("delta_rule", None), ("gated_delta_rule", "model"), ("kda", "model"), ("kda", "model bounded"))
 RULES = ("gdn", "kda")
 FEW = 64
-"""Numbers, such as a gate parameter's gradient: their error is one draw and not a size. The target alone binds them."""
+"""Number of elements, as of a gate parameter's gradient, below which an error varies by chance: only the target
+applies.
+"""
 REPEATS = 20
 SAME = 1.02
-"""Times that count as equal."""
+"""Ratio of times that counts as equal."""
 
 Arguments = dict[str, Any]
 Named = dict[str, Tensor]
 
 
-# --- errors of forced counts -----------------------------------------------------------------------------------------
+# --- errors of forced segment counts
+# -----------------------------------------------------------------------------------
 
 
 def errors(add: Add, rule: str, gate: str | None, packing: str) -> None:
-    """Forced counts of one call: norm, gate and sigmoid inside, grouped heads, states in and out, all gradients.
+    """Forced segment counts of one call: norm, gate and sigmoid inside, grouped heads, states, and all gradients.
 
-    The truth is the token loop in float64, on the card, since it is long; the yardstick, as in tests/accuracy, the
+    The truth is the token loop in float64, on the GPU because it is long. The yardstick, as in tests/accuracy, is the
     chunk form with the roundings of 16-bit kernels, on the CPU.
     """
     lengths = (0, 1, 9 * C, C, 0, 17 * C + 3, 4 * C - 1, 4 * C, 0)
@@ -102,7 +105,7 @@ def _verdict(name: str, got: Tensor, truth: Tensor, yardstick: Tensor) -> Verdic
 
 
 def _judged(verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """Of a row: whether all passed, every error and every limit."""
+    """Fields of a row: whether all passed, every error and every limit."""
     return {
         "held": all(verdict.passed for verdict in verdicts),
         "rms": {verdict.name: verdict.measured.rms for verdict in verdicts},
@@ -115,11 +118,11 @@ def _moved(x: Any) -> Any:
     return x.to(DEVICE) if isinstance(x, Tensor) else x
 
 
-# --- what the rule cuts ----------------------------------------------------------------------------------------------
+# --- segment counts chosen by the rule -------------------------------------------------------------------------------
 
 
 def case(op: str, shape: Shape | str, gate: str = "mid", mode: str = "fwdbwd", norm: str = "inside") -> Case:
-    """A case of `wyfold bench`; without a card a small one."""
+    """A case of `wyfold bench`, of a small shape without a GPU."""
     name = shape if isinstance(shape, str) else ""
     if TINY:
         T = 8 * C if isinstance(shape, str) else min(shape.T, 8 * C)
@@ -134,8 +137,8 @@ def ours(one: Case, **options: Any) -> BenchImplementation:
 
 
 def judged_long(add: Add, part: str, one: Case, arguments: Arguments, heads: int) -> None:
-    """Cut as the rule has it, and whole: both against the eager backend in float64, for some of the heads."""
-    workspace.WORKSPACE_BYTES = 512 << 20  # of the truth; parts of the usual size are made for caches
+    """Cut by the rule and uncut: both against the eager backend in float64, for some of the heads."""
+    workspace.WORKSPACE_BYTES = 512 << 20  # for the truth; the default size is tuned for caches
     judge_of = AccuracyCheck(one, arguments, heads=heads)
     for how, options in (("cut", {}), ("whole", {"max_splits": 1})):
         found = judge_of.check_call(ours(one, **options), True, ours=True)
@@ -151,14 +154,14 @@ def long(add: Add, op: str, gate: str) -> None:
 
 
 def threshold(add: Add, op: str) -> None:
-    """Lengths around the shortest sequence that is cut, whose last chunk counts as a full one."""
+    """Lengths around the shortest sequence that is cut; a partial last chunk counts as a full one."""
     for T in (
         segment_rule.SHORTEST - C,
         segment_rule.SHORTEST - C + 1,
         segment_rule.SHORTEST,
         segment_rule.SHORTEST + 1,
     ):
-        one = case(op, Shape(1, T, 4, 4, 128, 128), "slow")  # what forgets at once has the bits of whole either way
+        one = case(op, Shape(1, T, 4, 4, 128, 128), "slow")  # fast decays hide the cut
         a = one.arguments()
         cut_here = T > segment_rule.SHORTEST - C
         found, whole = (_forward(one, a, **options) for options in ({}, {"max_splits": 1}))
@@ -177,7 +180,7 @@ def _forward(one: Case, a: Arguments, **options: Any) -> Tensor:
 
 
 def bits(add: Add, rule: str) -> None:
-    """Everything a call gives, gradients included: alone and among neighbours, and what forbids segments."""
+    """All results of a call, gradients included: alone and among neighbours, and with settings that forbid segments."""
     lengths = [C + 3, 9 * C, 0, 5] if TINY else [1500, 65536, 2048, 1, 0, 16384, 1024]
     H, N, T = (2 if TINY else 4), len(lengths), sum(lengths)
     gate = None if rule == "delta_rule" else "-1e-3"
@@ -223,7 +226,7 @@ def bits(add: Add, rule: str) -> None:
 
 
 def rows_of_a_batch(add: Add, rule: str) -> None:
-    """Each row of a dense batch and the row alone."""
+    """Each row of a dense batch against a call with that row alone."""
     B, T, H = (2, 9 * C, 2) if TINY else (4, 16384, 4)
     one = replace(case(OPS_SHORT[rule], "b4t16kh4"), shape=Shape(B, T, H, H, D, D))
     a = one.arguments()
@@ -240,7 +243,7 @@ OPS_SHORT = {"gated_delta_rule": "gdn", "kda": "kda"}
 
 # --- times -----------------------------------------------------------------------------------------------------------
 
-TIMED = (  # operator, shape, gate, mode, norm, most ms of the cut call, most of the cut call by the whole one's time
+TIMED = (  # operator, shape, gate, mode, norm, largest ms of the cut call, largest ratio of cut to uncut
     ("gdn", "t64kh8", "mid", "fwd", "inside", 0.41, 1.0),
     ("gdn", "t64kh8", "mid", "fwd", "outside", 0.41, 1.0),
     ("gdn", "t64kh8", "mid", "fwdbwd", "inside", 2.36, 1.0),
@@ -261,14 +264,14 @@ TIMED = (  # operator, shape, gate, mode, norm, most ms of the cut call, most of
     ("gdn", "h96", "mid", "fwdbwd", "inside", None, SAME),
 )
 WARMING = 7
-"""Processes that compile for them."""
+"""Processes that compile for the timed rows."""
 SLOW_BY_MID = 1.2
 FLA_BY_OURS = {"fwd": 4.0, "fwdbwd": 3.0}
-"""At least so many times our time fla takes for one long sequence: GDN forward, and both rules with the backward."""
+"""Least ratio of fla's time to ours for one long sequence: GDN forward, and both rules with the backward."""
 
 
 def measure(runs: Sequence[Callable[[], object]], rounds: int) -> list[dict[str, float]]:
-    """Milliseconds of runs in turn: the device's, and the host's beside them; medians."""
+    """Median milliseconds of runs in turn, on the device and on the host."""
     if TINY:
         found = [statistics.median(times) for times in timing.interleaved(runs, rounds)]
         return [{"device": ms, "host": ms} for ms in found]
@@ -286,7 +289,7 @@ def _gpu() -> timing.Gpu:
 
 
 def warm(add: Add, first: str) -> None:
-    """Compile what every so many of the timed rows will call."""
+    """Compile the calls of every n-th timed row."""
     for op, shape, gate, mode, norm, *_ in TIMED[int(first) :: WARMING]:
         one = case(op, shape, gate, mode, norm)
         a = one.arguments()
@@ -295,7 +298,7 @@ def warm(add: Add, first: str) -> None:
 
 
 def times(ledger: Ledger, words: str) -> None:
-    """Cut and whole, as calls and from CUDA graphs, and peers as calls; medians, in turn."""
+    """Cut and uncut, as calls and from CUDA graphs, and peers as calls; medians, in turn."""
     peers = [PEERS[name] for name in words.split(",") if name and PEERS[name].installed]
     rounds, mid = (2, {}) if TINY else (12, {})
     for op, shape, gate, mode, norm, most, by_whole in TIMED:
@@ -341,7 +344,7 @@ def times(ledger: Ledger, words: str) -> None:
 
 
 def neighbours(ledger: Ledger, one: Case, a: Arguments, together: float) -> None:
-    """The long sequence of the mixed packing alone, and the short ones without it: what each loses by the other."""
+    """The long sequence of the mixed packing alone, and the short ones without it: their slowdown by each other."""
     alone: Case = replace(one, name="")
     T = MIXED_LENGTHS[0]
 
@@ -381,7 +384,7 @@ def launches(ledger: Ledger) -> None:
                 ledger.add("launches", f"{op} {mode} {how}", None, us=us, sum_us=sum(us.values()))
 
 
-# --- the whole -------------------------------------------------------------------------------------------------------
+# --- main ------------------------------------------------------------------------------------------------------------
 
 
 JOBS: dict[str, Callable[..., None]] = {
@@ -397,14 +400,14 @@ PARTS = {"rows": "bits", "warm": "times"}
 
 
 def jobs(ledger: Ledger) -> list[Job]:
-    """What runs side by side, the longest compilations first."""
+    """The parallel jobs, longest compilations first."""
     found = [f"long:{op}:{gate}" for op in reversed(RULES) for gate in ("mid", "slow")]
     found += [f"errors:{rule}:{gate}:{packing}" for rule, gate in reversed(GATED) for packing in ("packed", "dense")]
     found += [f"{part}:{rule}" for rule in ("kda", "gated_delta_rule") for part in ("bits", "rows")]
     found += ["bits:delta_rule", *(f"threshold:{op}" for op in RULES)]
     found += [f"warm:{index}" for index in range(WARMING)]
     wanted = [name for name in found if ledger.wants(PARTS.get(name.partition(":")[0], name.partition(":")[0]))]
-    return [Job(name, [again(__file__, name)]) for name in wanted]
+    return [Job(name, [job_command(__file__, name)]) for name in wanted]
 
 
 def main() -> int:
@@ -417,10 +420,10 @@ def main() -> int:
     torch.set_num_threads(1)
     if args.job:
         name, *words = args.job.split(":")
-        JOBS[name](lines_to(args.rows), *(None if word == "None" else word for word in words))
+        JOBS[name](row_writer(args.rows), *(None if word == "None" else word for word in words))
         return 0
     ledger = Ledger("segments", args)
-    side_by_side(ledger, jobs(ledger), args.at_once)
+    run_parallel(ledger, jobs(ledger), args.at_once)
     if args.peers:
         sys.path.insert(0, args.peers)
     if ledger.wants("times"):

@@ -1,11 +1,12 @@
-"""What serving promises, proved on this machine in one run: `python tools/proofs/serving.py --out DIR`.
+"""Runs every promise of serving on this machine: `python tools/proofs/serving.py --out DIR`.
 
-What compiles runs first, each part in a process of its own and many side by side; then what is timed, one process after
-another on an otherwise idle card. Every part writes down what it found after each promise, and ends before its clock
-does; the result is written again whenever one of them has something new, so a run that is cut off leaves what it saw.
+Parts that compile run first, each in a separate process and many in parallel. Timed parts follow, one process at a time
+on an otherwise idle GPU. Every part records its result after each promise and ends before its deadline. The result file
+is rewritten with each new result, so an interrupted run keeps what it has found.
 
-A line of the table PASSES if every one of its promises was tried and held, FAILS if one broke, and is SHORT if its
-clock ended it first. On a CPU nothing is captured, watched or timed: those lines are not run, the others are small.
+A line of the table PASSES if every one of its promises was tried and held, FAILS if one broke, and is SHORT if the
+deadline came first. On a CPU the lines that capture graphs, detect synchronisation or measure time are not run; the
+others are small.
 """
 
 from __future__ import annotations
@@ -54,29 +55,29 @@ OF_A_CARD = ("graphs", "sync", "bandwidth", "fla", "host")
 PASS, FAIL, SHORT, NOT_RUN = "PASS", "FAIL", "SHORT", "NOT RUN"
 
 FIRST_SHARE = 0.56
-"""Of the budget, for what compiles."""
+"""Share of the budget for the parts that compile."""
 TIMED_SHARES = {"bandwidth": 4, "context": 5, "host": 2, "generate": 4}
-"""Of what is left then, in this proportion; what one does not need the others get."""
+"""Shares of the remaining time for the timed parts; unused time goes to the others."""
 MOST_WORKERS = min(20, 4 + (os.cpu_count() or 1))
 GRACE = 4.0
-"""Seconds that a part may go on behind its clock, inside one promise, before it is ended."""
+"""Seconds that a part may exceed its deadline inside one promise before it is killed."""
 
 WRITTEN_EVERY = 2.0
-"""Seconds between two versions of the result while nothing ends."""
+"""Seconds between two versions of the result while no part ends."""
 
 Figures = dict[str, Any]
 Promises = Callable[[float], Iterator[Promise]]
-"""The promises of a part, given when its clock ends."""
+"""A function from the deadline to the promises of a part."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one process proves.
+    """The promises of one process.
 
     Attributes:
-        lines: Of the table, to which its promises count.
-        promises: Makes them.
-        figures: Filled while they are tried.
+        lines: Lines of the table that its promises count for.
+        promises: Function that makes the promises.
+        figures: Numbers that are filled in by the promises.
     """
 
     lines: tuple[str, ...]
@@ -85,7 +86,7 @@ class Part:
 
 
 def parts(device: torch.device, backend: str | None) -> dict[str, Part]:
-    """Every part by name, those that take longest first."""
+    """Every part by name, slowest first."""
     on_card = device.type == "cuda"
     found: dict[str, Part] = {}
     for subject in reversed(serving_compiled.OPERATOR_SPECS):
@@ -94,28 +95,28 @@ def parts(device: torch.device, backend: str | None) -> dict[str, Part]:
         for rule in reversed(RULES):
             for v_first in (False, True):
                 case = Case(rule, v_first, width, device, backend)
-                found[case.title] = Part(("bits", "sync", "graphs"), _clockless(partial(_of_rule, case)))
+                found[case.title] = Part(("bits", "sync", "graphs"), _without_deadline(partial(_of_rule, case)))
     for subject in reversed(serving_compiled.OPERATOR_SPECS):
         found[f"compile:{subject}:aot_eager"] = _compiling(subject, "aot_eager", device, backend)
     if on_card:
-        found["warm"] = Part(TIMED[:1], _clockless(partial(_warm, device, backend)))
+        found["warm"] = Part(TIMED[:1], _without_deadline(partial(_precompile, device, backend)))
     for rule in RULES[1:]:
         case = Case(rule, True, 64 if on_card else 16, device, backend)
-        found[f"gates:{rule}"] = Part(("bits",), _clockless(partial(serving_promises.gates, case)))
+        found[f"gates:{rule}"] = Part(("bits",), _without_deadline(partial(serving_promises.gates, case)))
     for name, some in (("conv", _of_conv), ("ttt", _of_ttt), ("decoder", serving_promises.decoder)):
         lines = ("ttt", "sync", "graphs") if name == "ttt" else ("bits", "sync", "graphs")
-        found[name] = Part(lines, _clockless(partial(some, device, backend, small=not on_card)))
+        found[name] = Part(lines, _without_deadline(partial(some, device, backend, small=not on_card)))
     bandwidth: Figures = {}
     found["bandwidth"] = Part(
-        ("bandwidth", "fla"), _clockless(partial(serving_times.bandwidth, device, backend, bandwidth)), bandwidth
+        ("bandwidth", "fla"), _without_deadline(partial(serving_times.bandwidth, device, backend, bandwidth)), bandwidth
     )
     context: Figures = {}
     longest = 2**20 if on_card else 8192
     found["context"] = Part(
-        ("context",), _clockless(partial(serving_times.context, device, backend, context, longest)), context
+        ("context",), _without_deadline(partial(serving_times.context, device, backend, context, longest)), context
     )
     host: Figures = {}
-    found["host"] = Part(("host",), _clockless(partial(serving_times.host, device, backend, host)), host)
+    found["host"] = Part(("host",), _without_deadline(partial(serving_times.host, device, backend, host)), host)
     generate: Figures = {}
     found["generate"] = Part(("generate",), partial(serving_times.generate, device, backend, generate), generate)
     return found
@@ -125,10 +126,10 @@ def _compiling(subject: str, compiler: str, device: torch.device, backend: str |
     sizes = serving_compiled.Sizes() if device.type == "cuda" else serving_compiled.SMALL
     figures: Figures = {}
     make = partial(serving_compiled.compiled, subject, compiler, device, backend, sizes, figures)
-    return Part(("compile",), _clockless(make), figures)
+    return Part(("compile",), _without_deadline(make), figures)
 
 
-def _clockless(make: Callable[[], Iterator[Promise]]) -> Promises:
+def _without_deadline(make: Callable[[], Iterator[Promise]]) -> Promises:
     return lambda until: make()
 
 
@@ -151,23 +152,24 @@ def _of_ttt(device: torch.device, backend: str | None, *, small: bool) -> Iterat
     yield from serving_promises.graphs(iter([ttt_path(device, backend)]))
 
 
-def _warm(device: torch.device, backend: str | None) -> Iterator[Promise]:
-    """Nothing is promised of it; what it compiles is not compiled while others are timed."""
+def _precompile(device: torch.device, backend: str | None) -> Iterator[Promise]:
+    """Compiles kernels in advance, so that none compiles while others are timed; makes no promise."""
     serving_times.warm(device, backend)
     yield from ()
 
 
-# --- one part, in its own process ------------------------------------------------------------------------------------
+# --- child: one part
+# ---------------------------------------------------------------------------------------------------
 
 
 def run_part(part: Part, lines: tuple[str, ...], file: Path | None, until: float) -> dict[str, Any]:
-    """Try a part's promises one after another until its clock ends, and write down what was found after each.
+    """Try a part's promises one after another until its deadline, and record the results after each.
 
     Args:
-        part: Which.
-        lines: Promises of other lines are left out.
-        file: Rewritten after each promise; None: nowhere.
-        until: In the seconds of `time.time`.
+        part: Name of the part.
+        lines: Lines of the table to try; promises of other lines are skipped.
+        file: Result file, rewritten after each promise; None writes nothing.
+        until: Deadline in the seconds of `time.time`.
     """
     began = time.time()
     lines = tuple(line for line in lines if line in part.lines)
@@ -190,9 +192,9 @@ def run_part(part: Part, lines: tuple[str, ...], file: Path | None, until: float
             break
         try:
             broken = promise.broken()
-        except subprocess.TimeoutExpired:  # the clock's doing
+        except subprocess.TimeoutExpired:  # the deadline
             break
-        except Exception as error:  # whatever stops one promise, the others are still to be tried
+        except Exception as error:  # an error of one promise does not stop the others
             traceback.print_exc()
             broken = f"{type(error).__name__}: {error}"
         line = found["lines"][promise.line]
@@ -206,11 +208,12 @@ def run_part(part: Part, lines: tuple[str, ...], file: Path | None, until: float
     return found
 
 
-# --- all of them -----------------------------------------------------------------------------------------------------
+# --- parent: all parts
+# -------------------------------------------------------------------------------------------------
 
 
 class Run:
-    """Parts as processes, and what is known of them."""
+    """Parts as processes, and their results so far."""
 
     def __init__(self, args: argparse.Namespace, folder: Path):
         self.args, self.folder = args, folder
@@ -234,7 +237,7 @@ class Run:
         return f"{machine}-{self.record['date']}-serving-proofs"
 
     def go(self, names: list[str], until: float, workers: int) -> None:
-        """Run parts, so many at a time; those whose clock ends are ended."""
+        """Run parts, `workers` at a time; those past their deadline are killed."""
         waiting, running = list(names), {}
         self.names += names
         while waiting or running:
@@ -248,7 +251,7 @@ class Run:
             for name, process in list(running.items()):
                 late = time.time() > until + GRACE
                 if late and process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)  # with its own children, which it cannot wait for any more
+                    os.killpg(process.pid, signal.SIGKILL)  # including its children
                     process.wait()
                 if process.poll() is not None:
                     del running[name]
@@ -266,7 +269,7 @@ class Run:
             *(["--backend", self.args.backend] if self.args.backend else []),
             *(["--peers", self.args.peers] if self.args.peers else []),
         ]  # fmt: skip
-        # One thread for inductor's kernels: its pool of workers costs more than a module of this size has to compile.
+        # One thread for inductor: starting its worker pool takes longer than compiling a module of this size.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         with (self.folder / f"{_plain(name)}.said").open("wb") as said:
             return subprocess.Popen(
@@ -288,7 +291,7 @@ class Run:
         return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
     def write(self) -> None:
-        """The result so far."""
+        """Write the result so far."""
         seen = {name: self._found(name) for name in self.names}
         known = parts(self.args.device, self.args.backend)
         self.record["rows"] = [self._row(line, seen, known) for line in WANTED if line in self.args.asked]
@@ -328,7 +331,7 @@ class Run:
         figure = f"{held} of {planned} promises held, {ended} of {len(parts_of)} parts ended, slowest {slowest:.1f} s"
         if broken:
             figure += f"; BROKEN {len(broken)}: {'; '.join(broken[:3])[:400]}"
-        figure += _said(parts_of)
+        figure += _short_figures(parts_of)
         return {"line": line, "wanted": WANTED[line], "verdict": verdict, "figure": figure, "parts": parts_of}
 
     def show(self) -> None:
@@ -336,8 +339,8 @@ class Run:
         results.show(f"serving proofs, wrote {self.args.out / self.file}", ("line", "verdict", "figure"), rows)
 
 
-def _said(parts_of: dict[str, Any]) -> str:
-    """The figures that are short enough for a line."""
+def _short_figures(parts_of: dict[str, Any]) -> str:
+    """The figures that are short enough for a table line."""
     short = {
         key: value for part in parts_of.values() for key, value in part.get("figures", {}).items()
         if key.startswith(("least", "long over")) or "prompts" in key or "MiB more" in key
@@ -390,7 +393,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """One part, or all of them; 0 if every line that ran passed."""
+    """Run one part or all of them; return 0 if every line that ran passed."""
     began, args = time.time(), _arguments()
     known = parts(args.device, args.backend)
     if args.part:

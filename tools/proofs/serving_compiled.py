@@ -1,8 +1,8 @@
-"""torch.compile(fullgraph=True) of layers and of the decoder: how often it compiles, and how far results are off.
+"""torch.compile(fullgraph=True) of layers and of the decoder: number of compilations, and errors.
 
-The truth of every result is the same module in float64 on eager launches. A compiler fuses what is rounded in between
-otherwise, so bits are not promised: a result may be twice as far from the truth as the plain one, and two roundings
-more.
+The truth of every result is the same module in float64 on eager launches. A compiler fuses operations and rounds at
+other places, so bits are not promised. A result may be twice as far from the truth as the uncompiled one, plus two
+roundings.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ OPERATOR_SPECS = ("delta_net", "gated_delta_net", "kda", "ttt_linear", "decoder"
 BACKENDS = ("aot_eager", "inductor")
 LENGTHS = (256, 192, 333, 100)
 COMPILATIONS = 2
-"""One for the first length, one for every other."""
+"""Allowed compilations: one for the first length, one for all others."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Eight heads: a projection onto fewer numbers is padded by the compiler (docs/facts/compilers.md, INDUCTOR-1)."""
+    """Sizes with eight heads: the compiler pads a projection onto fewer (docs/facts/compilers.md, INDUCTOR-1)."""
 
     heads: int = 8
     width: int = 64
@@ -51,7 +51,7 @@ def _made(subject: str, sizes: Sizes, backend: str | None) -> nn.Module:
 
 
 def _results(run: Callable[..., Any], module: nn.Module, given: Tensor, fed: Tensor) -> dict[str, Tensor]:
-    """Output and every gradient; tokens of a decoder are its own labels."""
+    """Output and every gradient; a decoder's labels are its input tokens."""
     module.zero_grad()
     if not given.is_floating_point():
         logits, loss = run(given[:, :-1], given[:, 1:])
@@ -70,17 +70,17 @@ def _results(run: Callable[..., Any], module: nn.Module, given: Tensor, fed: Ten
 def compiled(
     subject: str, compiler: str, device: torch.device, backend: str | None, sizes: Sizes, figures: dict[str, Any]
 ) -> Iterator[Promise]:
-    """What is promised of one module under one of PyTorch's compilers.
+    """Promises for one module under one of PyTorch's compilers.
 
     Args:
-        subject: One of `OPERATOR_SPECS`.
+        subject: One of `SUBJECTS`.
         compiler: One of `BACKENDS`.
-        device: Of the module.
-        backend: Of its operators.
-        sizes: Of the module.
-        figures: Gets the count of compilations after each length, and the largest share of what a result was allowed.
+        device: Device of the module.
+        backend: Backend of its operators.
+        sizes: Sizes of the module.
+        figures: Gets the number of compilations after each length, and the largest error relative to its limit.
     """
-    from torch._dynamo.testing import CompileCounterWithBackend  # seconds that other parts need not spend
+    from torch._dynamo.testing import CompileCounterWithBackend  # a slow import that other parts do not need
 
     torch.manual_seed(0)
     module = _made(subject, sizes, backend).to(device, torch.bfloat16)
@@ -92,7 +92,7 @@ def compiled(
     counts: list[int] = []
     shares: dict[str, float] = {}
     figures |= {"compilations": counts, "lengths": LENGTHS}
-    torch._logging.set_logs(recompiles=True)  # whose reasons are among the part's last words if a promise breaks
+    torch._logging.set_logs(recompiles=True)  # the reasons are in the part's output if a promise breaks
 
     def tried(T: int) -> str:
         draw = torch.Generator().manual_seed(T)

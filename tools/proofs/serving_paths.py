@@ -1,8 +1,8 @@
-"""Every serving call once, on tensors that stay where they are: what is proved about it is proved elsewhere.
+"""Every serving call once, on tensors at fixed addresses, for the proofs of the other files.
 
-A path can be called again and again, and given other contents in between: other tokens, states, slots, flags and
-packings, inside the same capacities. Whatever it must not read is NaN then: slots nobody names, slots of sequences that
-start, tokens of rows that are skipped or lie past the last boundary.
+A path can be called again and again, with other contents in between: other tokens, states, slots, flags and packings
+within the same capacities. Everything that it must not read is NaN: unused slots, slots of sequences that start, and
+tokens of rows that are skipped or lie past the last boundary.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ RULES = ("delta_rule", "gated_delta_rule", "kda")
 TOKENS = ("q", "k", "v", "g", "beta", "eta")
 SLOTS = 40
 POISON = torch.tensor(0x7FC0DEAD, dtype=torch.int32).view(torch.float32)
-"""A NaN that no arithmetic makes, so that another NaN in its place is seen."""
+"""A NaN whose bits no arithmetic produces, so that another NaN in its place is detected."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Where and how wide the calls are.
+    """Rule, layout, width and device of the calls.
 
     Attributes:
         rule: One of `RULES`.
-        v_first: Layout of the states.
+        v_first: Whether states are [V, K].
         width: K and V.
-        device: Of every tensor.
-        backend: That the operators are asked for; None: the table's choice.
+        device: Device of every tensor.
+        backend: Requested backend; None: the table's choice.
         heads: H and HV.
     """
 
@@ -50,7 +50,7 @@ class Case:
         return f"{self.rule}/{'VK' if self.v_first else 'KV'}/{self.width}"
 
     def tokens(self, B: int, T: int, seed: int = 0, **options: str) -> dict[str, Any]:
-        """Arguments that every serving call takes: bfloat16 tokens; norm, gate and sigmoid inside unless drawn so."""
+        """Arguments that every serving call takes: bfloat16 tokens, with norm, gate and sigmoid inside by default."""
         gate = None if self.rule == "delta_rule" else "model"
         given: dict[str, Any] = {"gate": gate, "beta": "logits"} | options
         drawn = inputs.draw(
@@ -68,14 +68,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Path:
-    """One call.
+    """One call on fixed tensors.
 
     Attributes:
-        name: Of it.
-        run: Makes the call and returns its output, which is given by `out=`: the same memory every time.
-        refill: Other contents everywhere, from a seed.
-        written: What a call writes, its output first.
-        pools: Those of `written` that are pools, each with the numbers of the slots that the last refill named.
+        name: Name of the call.
+        run: Makes the call and returns its output, which `out=` passes in: the same memory every time.
+        refill: Fills all tensors with other contents, from a seed.
+        written: Tensors that the call writes, its output first.
+        pools: The pools among `written`, each with the slots that the last refill uses.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Path:
 
 
 def bits(x: Tensor) -> Tensor:
-    """x as integers: a NaN equals the same NaN, and -0 is not 0."""
+    """x as integers: NaNs of the same bits are equal, and -0 is not 0."""
     return x.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
@@ -99,7 +99,7 @@ def paths(case: Case, rows: int = 6, tokens: int = 300) -> Iterator[Path]:
 
     Args:
         case: Rule, layout, width, device.
-        rows: Sequences, the skipped ones among them.
+        rows: Number of sequences, including skipped ones.
         tokens: Capacity of a packed row.
     """
     yield _decode(case, rows)
@@ -114,7 +114,7 @@ def paths(case: Case, rows: int = 6, tokens: int = 300) -> Iterator[Path]:
 
 
 class _Rows:
-    """Slots and flags of N sequences, drawn anew: distinct slots, some that are none, some sequences that start."""
+    """Random slots and flags of N sequences: distinct slots, some sequences without one, some that start."""
 
     def __init__(self, device: torch.device, N: int, columns: int = 1):
         self.slots = torch.zeros(N, columns, dtype=torch.int32, device=device)
@@ -125,7 +125,7 @@ class _Rows:
         self.named: set[int] = set()
 
     def refill(self, seed: int, pool: Tensor, *, elsewhere: bool = False) -> torch.Generator:
-        """New slots and flags, and in the pool what may be read as numbers and all else as NaN."""
+        """Draw new slots and flags; fill the readable part of the pool with numbers and the rest with NaN."""
         draw = torch.Generator().manual_seed(seed)
         N, columns = self.slots.shape
         order = torch.randperm(SLOTS, generator=draw).int()
@@ -152,7 +152,7 @@ class _Rows:
 
 
 def _boundaries(draw: torch.Generator, N: int, tokens: int, longest: int | None = None) -> Tensor:
-    """[N+1] boundaries of sequences of any lengths, empty ones among them, that leave some of the row unused."""
+    """[N+1] boundaries of sequences of random lengths, including empty ones, that leave a part of the row unused."""
     if longest is not None:
         lengths = torch.randint(0, longest + 1, (N,), generator=draw)
     else:
@@ -169,7 +169,7 @@ def _fill(call: dict[str, Any], drawn: dict[str, Any]) -> None:
 
 
 def _poison(call: dict[str, Any], place: Any) -> None:
-    """NaN in every token at `place`."""
+    """Set every token at `place` to NaN."""
     for name in TOKENS:
         if isinstance(call.get(name), Tensor):
             call[name][place] = torch.nan
@@ -267,7 +267,7 @@ def _poison_packed(call: dict[str, Any], rows: _Rows, borders: Tensor) -> None:
 
 
 def _prefill(case: Case, N: int, T: int, every: int = 64, *, between: bool = False) -> Path:
-    """Packed by a layout; `between`, with the states on the way in a pool of their own."""
+    """Packed by a layout; with `between`, intermediate states go to a separate pool."""
     call, pool, rows = case.tokens(1, T), case.states(SLOTS), _Rows(case.device, N)
     out = torch.empty_like(call["v"])
     layout = SequenceLayout(torch.zeros(N + 1, dtype=torch.int64, device=case.device), T)
@@ -326,7 +326,7 @@ def _prefill_dense(case: Case, N: int, T: int) -> Path:
 def conv_paths(
     device: torch.device, backend: str | None, rows: int = 6, tokens: int = 300, D: int = 256, W: int = 4
 ) -> Iterator[Path]:
-    """The convolution's calls: a token, drafts behind a number of accepted ones, packed drafts, packed prompts."""
+    """The convolution's calls: a token, drafts after a number of accepted ones, packed drafts, packed prompts."""
     for name, T, columns in (("conv1d_update", 0, 1), ("conv1d_update, drafts", 3, 4)):
         yield _conv(name, device, backend, rows, T, columns, D, W, packed=False)
     yield _conv("conv1d_update, packed", device, backend, rows, 4 * rows, 4, D, W, packed=True)
@@ -345,7 +345,7 @@ def _conv(
     *,
     packed: bool,
 ) -> Path:
-    """x is [N, D] where T is 0, [N, T, D], or packed [1, T, D]; a slot holds what `columns` drafts need."""
+    """x is [N, D] if T is 0, else [N, T, D] or packed [1, T, D]; a slot has the columns for `columns` drafts."""
     rows, weight = _Rows(device, N), torch.randn(D, W).to(device, torch.bfloat16)
     x = torch.empty((1, T, D) if packed else (N, T, D) if T else (N, D), dtype=torch.bfloat16, device=device)
     out, pool = torch.empty_like(x), torch.zeros(SLOTS, D, W - 2 + columns, dtype=torch.bfloat16, device=device)
@@ -377,13 +377,13 @@ def _conv(
 
 
 def ttt_tokens(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0) -> dict[str, Any]:
-    """What `ttt_decode` takes beside its pool."""
+    """Arguments of `ttt_decode` without its pool."""
     drawn = inputs.draw("random", "ttt_linear", shape, eta_col="uniform", dtype=dtype, seed=seed)
     return {name: x.to(device) for name, x in drawn.items()}
 
 
 def ttt_path(device: torch.device, backend: str | None, N: int = 6, D: int = 64) -> Path:
-    """`ttt_decode` of sequences that stand anywhere in their mini-batches."""
+    """`ttt_decode` of sequences at different positions of their mini-batches."""
     shape, rows = Shape(N, 1, 2, 4, D, D), _Rows(device, N)
     call = ttt_tokens(shape, torch.bfloat16, device)
     square, line = (torch.zeros(SLOTS, 4, n, D, device=device) for n in (D, 1))
@@ -413,7 +413,7 @@ def ttt_path(device: torch.device, backend: str | None, N: int = 6, D: int = 64)
 
 
 def changed(path: Path, before: Sequence[Tensor]) -> str:
-    """Which slots that nobody named differ from `before`, the pools as they were; empty if none does."""
+    """Unused slots whose contents differ from `before`, the earlier pools; empty if none does."""
     wrong = []
     for (pool, named), was in zip(path.pools, before, strict=True):
         others = sorted(set(range(pool.shape[0])) - named())

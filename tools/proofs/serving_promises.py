@@ -1,6 +1,6 @@
-"""What serving promises to the bit: bits, graphs, sync and ttt, as lists of promises that can be kept or broken.
+"""Bitwise promises of serving (bits, graphs, sync and ttt), as lists of promises to try.
 
-Everything is compared as integers. Each promise is one function that returns what broke, or nothing.
+All comparisons are of integers. Each promise is one function that returns a description of the failure, or "".
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ PACKINGS = 100
 
 @dataclass(frozen=True)
 class Promise:
-    """One line of what is promised.
+    """One promise.
 
     Attributes:
-        line: Of the table it counts for.
+        line: Line of the table it counts for.
         name: What is promised.
-        broken: Tries it; says what broke, or nothing.
+        broken: Tries it; returns a description of the failure, or "".
     """
 
     line: str
@@ -58,12 +58,12 @@ def differing(**pairs: tuple[Tensor, Tensor]) -> str:
 
 
 def at(call: dict[str, Any], tokens: slice, rows: slice | Tensor | list[int] = slice(None)) -> dict[str, Any]:
-    """Some tokens of some sequences."""
+    """Some tokens of some sequences of a call."""
     return call | {name: call[name][rows][:, tokens] for name in TOKENS if isinstance(call.get(name), Tensor)}
 
 
 def differentiable(case: Case, form: str, call: dict[str, Any], **more: Any) -> tuple[Tensor, ...]:
-    """The operator that trains, of the same tokens: outputs and final states."""
+    """Outputs and final states of the training operator on the same tokens."""
     op = getattr(wyfold, f"{form}_{case.rule}")
     given = {name: x for name, x in call.items() if not (name == "g" and x is None)}
     result: tuple[Tensor, ...] = op(
@@ -76,7 +76,7 @@ def differentiable(case: Case, form: str, call: dict[str, Any], **more: Any) -> 
 
 
 def bits(case: Case, small: bool = False) -> Iterator[Promise]:
-    """All that a rule's served bits are promised to be equal to."""
+    """Every bitwise equality that is promised for the served calls of a rule."""
     yield from _recurrent(case, 9 if small else 33)
     yield from _drafts(case)
     yield from _permuted(case, 2 if small else 10, 70 if small else 200)
@@ -86,8 +86,10 @@ def bits(case: Case, small: bool = False) -> Iterator[Promise]:
 
 
 def _in_slots(case: Case, small: bool) -> Iterator[Promise]:
-    """`prefill` over a pool is the chunk form between states copied out of it and back: of few sequences and of as many
-    as another launch is taken for, in place and elsewhere, beside rows that are skipped, start from zeros or are empty.
+    """`prefill` over a pool equals copying states out, the chunk form, and copying them back.
+
+    Tried with few sequences and with enough for another launch configuration, in place and into other slots, and with
+    rows that are skipped, start from zeros or are empty.
     """
 
     def tried(N: int, stored: torch.dtype, seed: int, *, packed: bool) -> str:
@@ -179,7 +181,7 @@ def _recurrent(case: Case, T: int, B: int = 2) -> Iterator[Promise]:
 
 
 def _backward(case: Case, T: int) -> str:
-    """Gradients of tokens and of the first state, of one call and of T calls that hand states and gradients on."""
+    """Gradients of tokens and of the initial state, of one call and of T calls that pass states and gradients on."""
     call, first = case.tokens(1, T), case.states(1)
     fed = inputs.incoming(call["v"], 1), inputs.incoming(first, 2)
 
@@ -204,7 +206,7 @@ def _backward(case: Case, T: int) -> str:
 
 
 def _drafts(case: Case, n: int = 4, N: int = 3) -> Iterator[Promise]:
-    """k of n drafted tokens are k steps, whatever came after them."""
+    """k accepted of n drafted tokens equal k steps, independent of the tokens after them."""
     draft, behind, first = case.tokens(N, n, 1), case.tokens(N, 2, 2), case.states(N)
     columns = torch.tensor([[5, 0, 11, 2], [9, 20, 1, 30], [3, 4, 8, 7]], device=case.device)
     how: dict[str, Any] = {"state_v_first": case.v_first, "backend": case.backend}
@@ -238,7 +240,7 @@ def _drafts(case: Case, n: int = 4, N: int = 3) -> Iterator[Promise]:
 
 
 def _permuted(case: Case, seeds: int, T: int, N: int = 7) -> Iterator[Promise]:
-    """Neither a row's place nor its slot's number changes a bit."""
+    """Neither a row's position nor its slot number changes a bit."""
     how: dict[str, Any] = {"state_v_first": case.v_first, "backend": case.backend}
     first = case.states(N)
 
@@ -266,7 +268,7 @@ def _permuted(case: Case, seeds: int, T: int, N: int = 7) -> Iterator[Promise]:
 
 
 def _poisoned(some: Iterator[Path], seeds: int, line: str = "bits") -> Iterator[Promise]:
-    """Slots that nobody names keep their bits, NaN that they are, and no NaN reaches a result or a state."""
+    """Unused slots keep their bits, which are NaN, and no NaN reaches a result or a state."""
 
     def tried(path: Path, seed: int) -> str:
         path.refill(seed)
@@ -277,7 +279,7 @@ def _poisoned(some: Iterator[Path], seeds: int, line: str = "bits") -> Iterator[
             return "an output is not finite"
         for (pool, named), was in zip(path.pools, before):
             spoilt = [n for n in sorted(named()) if pool[n].isnan().any() and not same(pool[n], was[n])]
-            if spoilt and pool.dim() == 4:  # of a convolution's slot the columns behind a few drafts are nobody's
+            if spoilt and pool.dim() == 4:  # columns of a convolution's slot behind few drafts are unused
                 return f"slots {spoilt} were given NaN"
         return changed(path, before)
 
@@ -287,7 +289,7 @@ def _poisoned(some: Iterator[Path], seeds: int, line: str = "bits") -> Iterator[
 
 
 def _chunks(case: Case, T: int, B: int = 2) -> Iterator[Promise]:
-    """The chunk form, cut at every multiple of 64, and `prefill`, which is the chunk form in place."""
+    """The chunk form, cut at every multiple of 64, equals `prefill`, which is the chunk form in place."""
     call, first = case.tokens(B, T), case.states(B)
     made: list[tuple[Tensor, ...]] = []
 
@@ -357,7 +359,7 @@ OF_CHANNELS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
 
 
 def gates(case: Case) -> Iterator[Promise]:
-    """Deliver 7: whatever the gate, a decoded and a drafted token are those of the operator that trains."""
+    """Deliver 7: for every gate, a decoded and a drafted token have the bits of the training operator."""
 
     def tried(drawn: dict[str, str], given: dict[str, Any]) -> str:
         call, first = case.tokens(3, 3, **drawn) | given, case.states(3)
@@ -380,7 +382,7 @@ def gates(case: Case) -> Iterator[Promise]:
 
 
 def conv_bits(device: torch.device, backend: str | None, D: int = 256, W: int = 4, T: int = 70) -> Iterator[Promise]:
-    """The convolution from a pool is the convolution, wherever its sequences are cut."""
+    """The convolution from a pool equals the plain convolution for every cut of its sequences."""
     draw = torch.Generator().manual_seed(0)
     x, state, weight = (torch.randn(size, generator=draw).to(device, torch.bfloat16) for size in ((3, T, D), (3, D, W - 1), (D, W)))  # fmt: skip # noqa: E501
     slots = torch.tensor([8, 2, 33], device=device)
@@ -432,7 +434,7 @@ def conv_bits(device: torch.device, backend: str | None, D: int = 256, W: int = 
 
 
 def graphs(some: Iterator[Path]) -> Iterator[Promise]:
-    """Captured once, replayed with other contents, beside plain calls of the same."""
+    """Captured once and replayed with other contents, compared with plain calls on the same contents."""
     for path in some:
         yield Promise("graphs", f"{path.name}: {PACKINGS} packings", lambda path=path: _replayed(path))
 
@@ -458,8 +460,8 @@ def _replayed(path: Path) -> str:
 
 
 @contextmanager
-def nobody_waits() -> Iterator[None]:
-    """PyTorch raises where the host would wait for the device."""
+def sync_raises() -> Iterator[None]:
+    """Context manager in which PyTorch raises if the host would wait for the device."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -469,18 +471,18 @@ def nobody_waits() -> Iterator[None]:
 
 
 def sync(known: Iterator[Path], other: Iterator[Path]) -> Iterator[Promise]:
-    """Calls whose kernels are loaded.
+    """Calls whose kernels are loaded do not synchronise.
 
     Args:
-        known: Called once before: the next calls are listened to and recalled.
-        other: The same with other sizes, which are called for the first time while the watch is on.
+        known: Called once before; the next calls are recorded and replayed.
+        other: The same with other sizes, called for the first time in sync debug mode.
     """
 
     def tried(path: Path, more: Path) -> str:
         path.refill(1)
         more.refill(1)
         path.run()
-        with nobody_waits():
+        with sync_raises():
             for _ in range(4):
                 path.run()
             for _ in range(4):
@@ -532,7 +534,7 @@ def decoder(device: torch.device, backend: str | None, small: bool = False) -> I
 
     def watched() -> str:
         prompts(), token()
-        with nobody_waits():
+        with sync_raises():
             for _ in range(4):
                 prompts(), token()
         return ""
@@ -541,9 +543,9 @@ def decoder(device: torch.device, backend: str | None, small: bool = False) -> I
 
     def streamed(temperature: float) -> str:
         stream = model.stream(ids.view(N, T), 24, temperature=temperature, seed=0)
-        for _ in range(4):  # from the third token on it is a graph, whose capture waits
+        for _ in range(4):  # from the third token on it is a graph, whose capture synchronises
             next(stream)
-        with nobody_waits():
+        with sync_raises():
             for _ in stream:
                 pass
         return ""
@@ -572,7 +574,7 @@ def decoder(device: torch.device, backend: str | None, small: bool = False) -> I
 
 
 def ttt(device: torch.device, backend: str | None, small: bool = False) -> Iterator[Promise]:
-    """`ttt_decode` is as near to float64 as the chunk form, over the ends of mini-batches, and minds its slots."""
+    """`ttt_decode` is as accurate as the chunk form across mini-batches, and touches only its slots."""
     for D, dtype, residual in itertools.product((16,) if small else (64, 128), (torch.float32, torch.bfloat16), "oq"):
         name = f"D {D}, {str(dtype).removeprefix('torch.')}, residual {residual}"
         yield Promise("ttt", f"as near as the chunk form, {name}",
@@ -582,7 +584,7 @@ def ttt(device: torch.device, backend: str | None, small: bool = False) -> Itera
 
 
 def _ttt_near(device: torch.device, backend: str | None, D: int, dtype: torch.dtype, residual: str) -> str:
-    """A prompt of whole mini-batches in the chunk form, then token by token; all of it in float64 is the truth."""
+    """A prompt of whole mini-batches in the chunk form, then token by token; the truth is all of it in float64."""
     N, T, prompt = 3, 69, 32
     call = ttt_tokens(Shape(N, T, 2, 4, D, D), dtype, device)
     how: dict[str, Any] = {"residual": residual, "chunk_size": 16}

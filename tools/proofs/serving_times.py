@@ -1,4 +1,4 @@
-"""What serving costs: bandwidth and fla, context, host, generate. One process at a time, on an idle card."""
+"""Costs of serving: bandwidth and fla, context, host, generate. One process at a time, on an idle GPU."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ from wyfold.reference import error
 from wyfold.runtime.cuda_graph import Replay
 
 SHARE, OVER_FLA, APART, HOST = 0.80, 1.3, 0.05, 60.0
-"""Least share of a copy's speed; least of fla's time over ours; most that two contexts differ by; most microseconds."""
+"""Least share of a copy's bandwidth, least ratio of fla's time to ours, largest relative difference between two
+contexts, and most microseconds.
+"""
 
 COLD = 2 * 2**30
-"""Bytes of states that a graph goes over, many times the cache, so that none is found in it."""
+"""Bytes of states that a graph reads, many times the cache size, so that none is cached."""
 
 D, HV = 128, 32
 ROUNDS, REPLAYS = 9, 3
@@ -47,7 +49,9 @@ Figures = dict[str, Any]
 
 
 class Decoding:
-    """One token of many sequences from each of several pools in turn, ours and fla's; holds all that graphs read."""
+    """One token of many sequences from each of several pools in turn, ours and fla's; owns all tensors of the
+    graphs.
+    """
 
     def __init__(self, case: Case, batch: int, stored: torch.dtype, pools: int | None = None):
         self.case, self.batch = case, batch
@@ -76,10 +80,10 @@ class Decoding:
         )  # fmt: skip
 
     def fla(self) -> Callable[[Tensor], object]:
-        """fla's call of a pool of states, into a new one.
+        """fla's call on a pool of states, which returns a new one.
 
         Raises:
-            ImportError, NotImplementedError: fla, or this layout of states in it, is not there.
+            ImportError, NotImplementedError: fla is missing, or does not support this state layout.
         """
         if self.case.v_first and self.case.rule == "delta_rule":
             raise NotImplementedError("fla has no V-first states of DeltaNet")
@@ -90,7 +94,7 @@ class Decoding:
         return lambda pool: call(given | {"initial_state": pool})
 
     def error(self) -> float:
-        """rms of the output against the same token in float64, from the same states."""
+        """RMS error of the output against the same token in float64, from the same states."""
         some = slice(0, min(self.batch, 64))
         pool = self.pools[0][some].clone()
         tokens = {name: x[some] if isinstance(x, Tensor) else x for name, x in self.call.items()}
@@ -109,13 +113,13 @@ def decodings(device: torch.device, backend: str | None) -> Iterator[tuple[Case,
 
 
 def warm(device: torch.device, backend: str | None) -> None:
-    """Compile what `bandwidth` and `host` will time, into the cache on disk."""
+    """Compile the calls that `bandwidth` and `host` will time, into the cache on disk."""
     for case, stored in decodings(device, backend):
         one = Decoding(case, 2, stored, pools=1)
         one.ours(one.pools[0])
         try:
             one.fla()(one.pools[0])
-        except Exception:  # said where it is timed
+        except Exception:  # reported where it is timed
             continue
     for call in _calls(device, backend).values():
         call()
@@ -125,7 +129,7 @@ def warm(device: torch.device, backend: str | None) -> None:
 
 
 def bandwidth(device: torch.device, backend: str | None, figures: Figures) -> Iterator[Promise]:
-    """The bytes that the states must move against a copy of as many, and against fla."""
+    """Time to move the states' bytes, against a copy of as many bytes and against fla."""
     rows: list[dict[str, Any]] = []
     figures["rows"] = rows
 
@@ -208,7 +212,7 @@ def _graph(run: Callable[[], object]) -> Callable[[], object]:
 
 
 def _medians(runs: dict[str, Callable[[], object]], rounds: int = ROUNDS, replays: int = REPLAYS) -> dict[str, float]:
-    """Milliseconds of each run, contenders in turn; events around a few of each."""
+    """Median milliseconds of each run, in turn; events surround a few replays of each."""
     names = list(runs)
     times: dict[str, list[float]] = {name: [] for name in names}
     for name in names:
@@ -230,7 +234,7 @@ def _medians(runs: dict[str, Callable[[], object]], rounds: int = ROUNDS, replay
 
 
 def context(device: torch.device, backend: str | None, figures: Figures, longest: int = 2**20) -> Iterator[Promise]:
-    """A decoder of delta rules after 1k and after 1M tokens, each read in pieces into pools of its own."""
+    """A decoder of delta rules after 1k and after 1M tokens, each prompt read in pieces into a separate pool."""
     on_card = device.type == "cuda"
     heads, width, layers, piece = (8, 128, 6, 16384) if on_card else (2, 16, 3, 1024)
 
@@ -250,13 +254,13 @@ def context(device: torch.device, backend: str | None, figures: Figures, longest
             with torch.inference_mode():
                 for part in torch.randint(256, (1, length), device=device).split(piece, 1):
                     hidden = model._hidden(part, None, pools.at(slots))
-            finite = bool(hidden.isfinite().all())  # waits until all of it is read
+            finite = bool(hidden.isfinite().all())  # waits until the prompt is read
             figures[f"{length} tokens"] = {"read in s": round(time.perf_counter() - began, 2), "pools MiB": pools.nbytes / 2**20}  # fmt: skip # noqa: E501
             if not finite or not all(bool(layer.state.isfinite().all()) for layer in pools.layers):
                 return f"after {length} tokens a state is not finite"
             held.append(pools)
 
-            def step(x: Tensor, cache: Any = pools.at(slots)) -> Tensor:  # noqa: B008  each of its own pools
+            def step(x: Tensor, cache: Any = pools.at(slots)) -> Tensor:  # noqa: B008  a separate pool each
                 with torch.inference_mode():
                     return model(x, cache=cache)[0]
 
@@ -303,7 +307,7 @@ def _calls(device: torch.device, backend: str | None) -> dict[str, Callable[[], 
 
 
 def host(device: torch.device, backend: str | None, figures: Figures) -> Iterator[Promise]:
-    """Host microseconds of a call without a graph, from its third time on."""
+    """Host microseconds of a call without a graph, from the third call on."""
     us: dict[str, float] = {}
     figures["us"] = us
     state: dict[str, dict[str, Callable[[], object]]] = {}
@@ -334,14 +338,14 @@ def host(device: torch.device, backend: str | None, figures: Figures) -> Iterato
             yield Promise("host", f"{name}: at most {HOST:.0f} us", backward)
 
     def nothing() -> str:
-        us["a backward that does nothing, in Python"] = _nothing_us(device)
+        us["a backward that does nothing, in Python"] = _identity_us(device)
         return ""
 
     yield Promise("host", "for comparison, what PyTorch takes for a backward that does nothing", nothing)
 
 
 def _names() -> Iterator[str]:
-    """Of `_calls`, without making them."""
+    """Names of the calls of `_calls`, without making tensors."""
     for rule in RULES:
         yield from (f"{name} {rule}" for name in OF_HOST if (name, rule) != ("decode_packed", "delta_rule"))
         yield from (f"{form} {rule}" for form in ("chunk", "fused_recurrent"))
@@ -350,7 +354,7 @@ def _names() -> Iterator[str]:
 
 
 def _host_us(run: Callable[[], object], calls: int = 50, turns: int = 21) -> float:
-    """Median of several turns of a few calls, queued on an empty device and not waited for."""
+    """Median over several rounds of a few calls, queued on an idle device without synchronisation."""
     for _ in range(4):
         run()
     found = []
@@ -370,7 +374,7 @@ def _settle() -> None:
 
 
 def _backward_us(case: Case, form: str, turns: int = 200) -> tuple[float, float]:
-    """Medians of the differentiated forward and of `torch.autograd.grad` of it, one at a time."""
+    """Medians of the differentiated forward and of its `torch.autograd.grad`, one call at a time."""
     call = case.tokens(1, 256)
     leaves = {name: x.requires_grad_() for name, x in at(call, slice(None)).items() if isinstance(x, Tensor) and x.is_floating_point()}  # fmt: skip # noqa: E501
     call |= leaves
@@ -393,7 +397,7 @@ def _backward_us(case: Case, form: str, turns: int = 200) -> tuple[float, float]
     return statistics.median(forwards), statistics.median(backwards)
 
 
-class _Nothing(torch.autograd.Function):
+class _Identity(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.view_as(x)
@@ -403,11 +407,11 @@ class _Nothing(torch.autograd.Function):
         return dx
 
 
-def _nothing_us(device: torch.device, turns: int = 200) -> float:
+def _identity_us(device: torch.device, turns: int = 200) -> float:
     x, found = torch.randn(8, device=device, requires_grad=True), []
     fed = torch.randn(8, device=device)
     for _ in range(turns):
-        y = _Nothing.apply(x)
+        y = _Identity.apply(x)
         _settle()
         began = time.perf_counter_ns()
         torch.autograd.grad(y, x, fed)
@@ -419,7 +423,7 @@ def _nothing_us(device: torch.device, turns: int = 200) -> float:
 
 
 def generate(device: torch.device, backend: str | None, figures: Figures, until: float) -> Iterator[Promise]:
-    """`wyfold generate` itself, a process each, for a batch of prompts and two lengths."""
+    """`wyfold generate` in a process per measurement, for a batch of prompts and two lengths."""
     on_card = device.type == "cuda"
     count, lengths = (64, (256, 2048)) if on_card else (3, (8, 24))
     heads, width, layers = (8, 128, 6) if on_card else (2, 16, 2)
@@ -441,7 +445,7 @@ def generate(device: torch.device, backend: str | None, figures: Figures, until:
         short, long = (found[length] for length in lengths)
         if "MiB" not in short:
             return "" if not on_card else f"no figure of memory in {short}"
-        # The tokens drawn so far are kept until they are written: 512 bytes of memory each, PyTorch's least.
+        # Drawn tokens are kept until they are written, as tensors of 512 bytes each, PyTorch's smallest allocation.
         kept = (lengths[1] - lengths[0]) * 512 / 2**20
         figures["MiB more, of which tokens"] = [long["MiB"] - short["MiB"], kept]
         return "" if long["MiB"] - short["MiB"] <= kept + 1 else f"{short['MiB']} MiB, then {long['MiB']}"
@@ -452,7 +456,7 @@ def generate(device: torch.device, backend: str | None, figures: Figures, until:
 def _by_command(
     model: Decoder, prompts: list[bytes], length: int, device: torch.device, backend: str | None, until: float
 ) -> str:
-    """What `wyfold generate` says of its speed and memory."""
+    """Speed and memory as `wyfold generate` reports them."""
     with tempfile.TemporaryDirectory() as folder:
         model.save(folder)
         lines = File(folder, "prompts")
@@ -478,7 +482,7 @@ def _by_function(model: Decoder, prompts: list[bytes], length: int, device: torc
 
 
 def _figures(said: str) -> dict[str, float]:
-    """Tokens per second and MiB, as `wyfold generate` says them."""
+    """Tokens per second and MiB, parsed from the output of `wyfold generate`."""
     found = {}
     for name, pattern in (("tokens/s", r"([\d,]+) tokens/s"), ("MiB", r"at most ([\d,]+) MiB")):
         if match := re.search(pattern, said):

@@ -1,18 +1,18 @@
-"""Models of transformers on a card, patched beside stock: `python tools/proofs/stack.py --out DIR [--commit HASH]`.
+"""Models of transformers on a GPU, patched and stock: `python tools/proofs/stack.py --out DIR [--commit HASH]`.
 
-Qwen3-Next, Qwen3.5, OLMo-Hybrid (K != V) and Kimi-Linear, random from their configurations, tiny and with the widths
-they are published with (two delta-rule layers and an attention). Of each:
+The models are Qwen3-Next, Qwen3.5, OLMo-Hybrid (K != V) and Kimi-Linear with random weights, tiny and with their
+published widths (two delta-rule layers and an attention layer). Checks of each:
 
-- bfloat16: logits and gradients of both beside the stock model in float64, over several seeds, as relative root mean
-  squares. The patched model may lose half as much again as the stock one, since the two lose it in different places.
-- greedy tokens of both. Where they part, float64 must find the two picks as close as the stock model's own error.
-- documents packed by position, beside each alone; what stock code makes of the same row is shown.
-- tiny in float32 as well: patched within 1e-5 of stock, the same tokens, packed within 1e-6 of separate.
+- bfloat16: logits and gradients of both against the stock model in float64, over several seeds, as relative RMS. The
+  patched model's error may be 1.5 times that of the stock model, since the two round at different places.
+- Greedy tokens of both. Where they differ, the two picks must be as close in float64 as the stock model's error.
+- Documents packed by position against each document alone; the error of stock code on the same row is reported.
+- Tiny in float32 as well: patched within 1e-5 of stock, the same tokens, packed within 1e-6 of separate.
 
-Those checks run side by side, a process each, since they compile. Alone on the card afterwards: time and memory of a
-training step of both, and of the two fallbacks by themselves at published sizes (GDN T8192 H96 forward and backward,
-KDA T8192 H32 forward). Every finding is in DIR/stack.json as soon as it is there; a table comes last, and the exit
-status is 1 where something is not as it must be.
+These checks run in parallel, one process each, since they compile. Afterwards, alone on the GPU: time and memory of a
+training step of both, and of the two fallback functions at published sizes (GDN T8192 H96 forward and backward, KDA
+T8192 H32 forward). Every finding is in DIR/stack.json at once; a table comes last, and the exit status is 1 if a check
+failed.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ FAMILIES = ("qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear")
 SIZES = ("tiny", "published")
 CODES = {"patched": patch, "stock": lambda model, **_: contextlib.nullcontext()}
 
-HALF_AS_MUCH_AGAIN = 1.5  # as in tests/integrations/test_transformers.py
-STOCK, SEPARATE = 1e-5, 1e-6  # float32: what issue and suite promise on a CPU
+PATCHED_ERROR = 1.5  # as in tests/integrations/test_transformers.py
+STOCK, SEPARATE = 1e-5, 1e-6  # float32: the promises of the test suite on a CPU
 SEEDS = (0, 1, 2)
 NEW_TOKENS = 24
 
@@ -54,9 +54,9 @@ Row = dict[str, Any]
 
 
 def made(family: str, size: str, device: str, seed: int = 0) -> Any:
-    """A float32 model of delta rule, attention, delta rule, whose states fade within tens of tokens.
+    """A float32 model of delta rule, attention, delta rule, whose states decay within tens of tokens.
 
-    Every expert is asked for every token: a choice among experts is a step, which no error measure survives.
+    Every token is routed to every expert: a choice among experts is a discontinuity, which no error measure tolerates.
     """
     torch.manual_seed(seed)
     with torch.device(device):
@@ -90,7 +90,7 @@ def _tiny(family: str) -> tuple[Row, Row]:
 
 
 def _published(family: str) -> tuple[Row, Row]:
-    """Widths as their checkpoints have them; the vocabulary, and the experts' number, are not."""
+    """Widths of the published checkpoints; vocabulary and number of experts are smaller."""
     sizes = {"vocab_size": 4096, "hidden_size": 2048, "intermediate_size": 4096, "initializer_range": 0.02}
     sizes |= {"num_attention_heads": 16, "num_key_value_heads": 2, "moe_intermediate_size": 512, "experts": 4}
     if family == "kimi_linear":
@@ -128,11 +128,12 @@ def _made(family: str, sizes: Row, rule: Row) -> Any:
     return transformers.KimiLinearForCausalLM(transformers.KimiLinearConfig(**sizes, **mixture))
 
 
-# --- what is measured of a model -------------------------------------------------------------------------------------
+# --- measurements of a model
+# -------------------------------------------------------------------------------------------
 
 
-def learned(model: Any, ids: Tensor) -> dict[str, Tensor]:
-    """Logits, and every gradient of the next token's loss, in float64."""
+def logits_and_gradients(model: Any, ids: Tensor) -> dict[str, Tensor]:
+    """Logits, and every gradient of the next-token loss, in float64."""
     model.zero_grad()
     out = model(ids, labels=ids, use_cache=False)
     out.loss.backward()
@@ -141,8 +142,8 @@ def learned(model: Any, ids: Tensor) -> dict[str, Tensor]:
     return {"logits": out.logits.detach().double(), **found}
 
 
-def lost(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
-    """Relative root mean square of the logits, of all gradients together, and of each."""
+def relative_errors(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+    """Relative RMS error of the logits, of all gradients together, and of each gradient."""
     squares = {name: float((found[name] - truth[name]).square().sum()) for name in truth}
     whole = {name: float(x.square().sum()) for name, x in truth.items()}
     gradients = [name for name in truth if name != "logits"]
@@ -151,13 +152,13 @@ def lost(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]
     return {**each, "gradients": together**0.5}
 
 
-def farthest(a: Tensor, b: Tensor) -> float:
-    """Largest difference beside the largest entry of b."""
+def max_difference(a: Tensor, b: Tensor) -> float:
+    """Largest difference relative to the largest element of b."""
     return float((a - b).abs().max() / b.abs().max())
 
 
 def documents(tokens: int) -> list[int]:
-    """Uneven lengths that add up to so many tokens, one of them a single token."""
+    """Uneven lengths with the sum `tokens`, one of them a single token."""
     first = [tokens // 20 or 1, 1, tokens // 2 + 1]
     return [*first, tokens - sum(first)]
 
@@ -187,15 +188,15 @@ def greedy(model: Any, ids: Tensor) -> Tensor:
 
 
 def in_single(family: str, device: str, tokens: int) -> Row:
-    """Tiny, float32: the promises of the suite, on this device."""
+    """Tiny, float32: the promises of the test suite, on this device."""
     model = made(family, "tiny", device)
     ids = torch.randint(64, (1, tokens), device=device, generator=torch.Generator(device).manual_seed(1))
     lengths = documents(tokens)
-    stock, tokens_stock = learned(model, ids), greedy(model, ids[:, :9])
-    leak = farthest(together(model, ids, lengths), apart(model, ids, lengths))
+    stock, tokens_stock = logits_and_gradients(model, ids), greedy(model, ids[:, :9])
+    leak = max_difference(together(model, ids, lengths), apart(model, ids, lengths))
     with patch(model, norm=True) as patched:
-        ours, tokens_ours = learned(model, ids), greedy(model, ids[:, :9])
-        packed = farthest(together(model, ids, lengths), apart(model, ids, lengths))
+        ours, tokens_ours = logits_and_gradients(model, ids), greedy(model, ids[:, :9])
+        packed = max_difference(together(model, ids, lengths), apart(model, ids, lengths))
     floor = max(float(g.abs().max()) for name, g in stock.items() if name != "logits") / 1000
     gradients = {
         name: float((ours[name] - g).abs().max()) / max(floor, float(g.abs().max()))
@@ -204,7 +205,7 @@ def in_single(family: str, device: str, tokens: int) -> Row:
     }
     worst = max(gradients, key=lambda name: gradients[name])
     found: Row = {
-        "logits": farthest(ours["logits"], stock["logits"]),
+        "logits": max_difference(ours["logits"], stock["logits"]),
         "gradients": gradients[worst],
         "worst_gradient": worst,
         "greedy_same": bool(torch.equal(tokens_ours, tokens_stock)),
@@ -218,23 +219,23 @@ def in_single(family: str, device: str, tokens: int) -> Row:
 
 
 def in_sixteen(family: str, size: str, device: str, tokens: int) -> Row:
-    """bfloat16, patched and stock beside float64."""
+    """bfloat16: patched and stock against float64."""
     sums = {code: {"logits": 0.0, "gradients": 0.0} for code in CODES}
     ratios: dict[str, float] = {}
     lengths = documents(tokens)
     for seed in SEEDS:
         wide = made(family, size, device, seed)
         low = copy.deepcopy(wide).bfloat16()
-        wide.load_state_dict(low.state_dict())  # one model: the rounding of its parameters is nobody's error
+        wide.load_state_dict(low.state_dict())  # the same model: rounding its parameters counts as no error
         wide.double()
         ids = torch.randint(
             low.config.vocab_size, (1, tokens), device=device, generator=torch.Generator(device).manual_seed(seed)
         )
-        truth = learned(wide, ids)
+        truth = logits_and_gradients(wide, ids)
         errors = {}
         for code, call in CODES.items():
             with call(low, norm=True) as patched:
-                errors[code] = lost(learned(low, ids), truth)
+                errors[code] = relative_errors(logits_and_gradients(low, ids), truth)
             for name, total in sums[code].items():
                 sums[code][name] = total + errors[code][name] ** 2 / len(SEEDS)
         for name in truth:
@@ -247,19 +248,19 @@ def in_sixteen(family: str, size: str, device: str, tokens: int) -> Row:
     found["greedy"] = picks(low, wide, ids[:, : min(tokens, 64)])
     found["packed"] = packing(low, wide, ids, lengths)
     with patch(low, norm=True) as patched:
-        learned(low, ids)
+        logits_and_gradients(low, ids)
     found["left_to_stock"] = patched.report.stock
-    found["failed"] = [name for name, ratio in found["ratio"].items() if ratio > HALF_AS_MUCH_AGAIN]
+    found["failed"] = [name for name, ratio in found["ratio"].items() if ratio > PATCHED_ERROR]
     found["failed"] += ["greedy"] * (not found["greedy"]["explained"])
     packed = found["packed"]
-    found["failed"] += ["packed"] * (packed["patched"] > HALF_AS_MUCH_AGAIN * packed["alone"] or packed["notices"] > 0)
+    found["failed"] += ["packed"] * (packed["patched"] > PATCHED_ERROR * packed["alone"] or packed["notices"] > 0)
     found["failed"] += ["left to stock"] * bool(found["left_to_stock"])
     return found
 
 
 @torch.no_grad()
 def picks(low: Any, wide: Any, prompt: Tensor) -> Row:
-    """Greedy tokens of both. Where they part, float64 has to find the picks as close as the stock model's error."""
+    """Greedy tokens of both. Where they differ, the picks must be as close in float64 as the stock model's error."""
     stock = greedy(low, prompt)
     with patch(low, norm=True):
         ours = greedy(low, prompt)
@@ -271,12 +272,12 @@ def picks(low: Any, wide: Any, prompt: Tensor) -> Row:
     exact = wide(before, use_cache=False).logits[0, -1]
     error = float((low(before, use_cache=False).logits[0, -1].double() - exact).abs().max())
     gap = float((exact[stock[0, place]] - exact[ours[0, place]]).abs())
-    # Each of two logits may be off by the error.
+    # Each of the two logits may have the error.
     return {"same": place, "gap": gap, "stock_error": error, "explained": gap <= 2 * error}
 
 
 def packing(low: Any, wide: Any, ids: Tensor, lengths: list[int]) -> Row:
-    """Documents in one row beside each alone in float64; and by how much the others notice the first one's tokens."""
+    """Documents in one row against each alone in float64, and the influence of the first one's tokens on the others."""
     truth = apart(wide, ids, lengths)
 
     def error(logits: Tensor) -> float:
@@ -297,7 +298,7 @@ def packing(low: Any, wide: Any, ids: Tensor, lengths: list[int]) -> Row:
 
 
 def timed(work: dict[str, Callable[[], Any]], device: str, rounds: int, until: float) -> dict[str, Row]:
-    """Median milliseconds of pieces of work that take turns, and memory at the peak above what was there."""
+    """Median milliseconds of functions in turn, and their peak memory above the memory in use before."""
     found: dict[str, Row] = {}
     taken: dict[str, list[float]] = {name: [] for name in work}
     for turn in range(1 + rounds):
@@ -343,7 +344,7 @@ def training_step(family: str, device: str, tokens: int, until: float) -> Row:
 
 
 def fallbacks(device: str, until: float) -> Row:
-    """The stock functions by themselves, and the operators in their place: GDN with its backward, KDA without."""
+    """The stock functions and the operators that replace them: GDN with its backward, KDA without."""
     from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
@@ -386,11 +387,11 @@ def fallbacks(device: str, until: float) -> Row:
 L2 = {"use_qk_l2norm_in_kernel": True}
 
 
-# --- the whole -------------------------------------------------------------------------------------------------------
+# --- main ------------------------------------------------------------------------------------------------------------
 
 
 def check(family: str, size: str, device: str) -> Row:
-    """One process's part."""
+    """The check of one process."""
     card = device == "cuda"
     found: Row = {}
     if size == "tiny":
@@ -399,8 +400,8 @@ def check(family: str, size: str, device: str) -> Row:
     return found
 
 
-def side_by_side(args: argparse.Namespace, keep: Callable[[str, Row], None], until: float) -> None:
-    """Every check in a process of its own, as many at a time as asked for."""
+def run_parallel(args: argparse.Namespace, keep: Callable[[str, Row], None], until: float) -> None:
+    """Every check in a separate process, with as many in parallel as requested."""
     waiting = [(family, size) for size in reversed(args.sizes) for family in args.families]
     running: dict[str, subprocess.Popen[str]] = {}
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -443,7 +444,7 @@ def main() -> int:
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
     parser.add_argument("--workers", type=int, default=8, help="checks at a time (default: %(default)s)")
-    parser.add_argument("--check", nargs=2, help=argparse.SUPPRESS)  # how this program asks itself for one check
+    parser.add_argument("--check", nargs=2, help=argparse.SUPPRESS)  # internal: run one check, in a child process
     args = parser.parse_args()
     begun = time.monotonic()
     warnings.simplefilter("ignore")
@@ -469,8 +470,8 @@ def main() -> int:
         (args.out / "stack.json").write_text(json.dumps(found, indent=1))
         print(f"{found['seconds']:6.1f} s  {name}: {_failed(row) or 'ok'}", flush=True)
 
-    # A quarter of the budget stays for the clock's part.
-    side_by_side(args, keep, begun + 0.72 * args.budget)
+    # A quarter of the budget is left for the timed part.
+    run_parallel(args, keep, begun + 0.72 * args.budget)
     until = begun + 0.9 * args.budget
     tokens = 2048 if args.device == "cuda" else 96
     try:
@@ -479,7 +480,7 @@ def main() -> int:
         for family in args.families:
             if time.monotonic() < until:
                 keep(family, training_step(family, args.device, tokens, until), "training_step")
-    except torch.OutOfMemoryError as error:  # what has been found is to be told all the same
+    except torch.OutOfMemoryError as error:  # the results so far are still reported
         keep("memory", {"refused": str(error)[:300]}, "training_step")
     show(found, tokens)
     return int(any(_failed(row) for kind in ("checks", "training_step") for row in found[kind].values()))
@@ -491,7 +492,7 @@ def _failed(row: Row) -> list[str]:
 
 
 def show(found: Row, tokens: int) -> None:
-    """The tables."""
+    """Print the tables."""
     print(f"\n{found['device']}, torch {found['versions']['torch']}, transformers {found['versions']['transformers']}")
     print("bfloat16 beside float64: relative RMS of stock and patched, and their ratio; greedy: the same of the tokens")
     print(f"{'':23} {'logits':>25} {'gradients':>25} {'greedy':>7} {'packed: alone, patched, stock':>31}")

@@ -1,19 +1,19 @@
 """Known tasks on one GPU, several runs at a time: `python tools/proofs/tasks.py --out DIR [--commit HASH]`.
 
-| task | has to be shown | of |
+| task | what must be shown | of |
 |---|---|---|
 | mqar | more than 99 % of the answers: rows of 512, 64 pairs, vocabulary 8192 | each layer, models 64, 128, 256 wide |
-| parity, s5 | beyond the length of training: with eigenvalues in [-1, 1] yes, in [0, 1] no | each layer, both ranges |
+| parity, s5 | beyond the training length: with eigenvalues in [-1, 1] yes, in [0, 1] no | each layer, both ranges |
 | s_niah | learned | GDN |
-| ttt | the losses of 200 steps on the default text: on the GPU within 2 % of the CPU's, each | TTT-Linear |
+| ttt | each loss of 200 steps on the default text: within 2 % between GPU and CPU | TTT-Linear |
 
-Each run is `wyfold train` in a process and a folder of its own below --runs. These models are small: one alone leaves
-the GPU waiting for its host, so --workers of them share it. A run that is over its seconds is interrupted as Ctrl-C
-would, with its state saved, and so is every run at the end of the budget: the same command again continues them, and
-leaves the finished ones as they are. A run of recall that has not begun after PATIENCE steps makes room for the cell's
-next settings, and idle workers try those beside it; all stop when one of them has shown what is wanted. All that was
-tried is in DIR/tasks.json, which is written anew every few seconds. The table comes last; `--table FILE.json` prints
-that of docs/tasks.md from what is stored.
+Each run is a `wyfold train` process with a separate folder below --runs. A single small model leaves the GPU waiting
+for the host, so --workers runs share it. A run that exceeds its seconds is interrupted as by Ctrl-C, which saves its
+state, and so is every run at the end of the budget. Repeating the command continues them, and keeps finished ones. A
+run of recall that has not begun to learn after PATIENCE steps is replaced by the cell's next settings, and idle workers
+try those in parallel. All runs of a cell stop when one of them has reached the goal. DIR/tasks.json lists everything
+that was tried, and is rewritten every few seconds. The table comes last; `--table FILE.json` prints that of
+docs/tasks.md from a stored file.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ LAYERS = ("delta_net", "gated_delta_net", "kda")
 TASKS = ("mqar", "parity", "s5", "s_niah", "ttt")
 
 LEARNED, BEYOND = 0.99, 0.9
-"""Parts of the answers: at the length of training, and at twice to four times it."""
+"""Required share of correct answers: at the training length, and at twice to four times that length."""
 BEGUN = 0.05
-"""Part of the answers that says of a run that it has begun to learn: it is continued, where another is tried anew."""
+"""Share of correct answers above which a run has begun to learn and is continued, instead of trying other settings."""
 PATIENCE = 2000
-"""Steps in which recall has begun, with a curriculum, wherever it was reached (docs/tasks.md: by 1,000)."""
+"""Steps after which a run that has not begun to learn is given up. With a curriculum, every run that learned recall had
+begun by then (docs/tasks.md: by 1,000).
+"""
 ENDING = 25
-"""Seconds of the budget in which runs that are interrupted save what they have."""
+"""Seconds of the budget that interrupted runs need to save their state."""
 
 Row = dict[str, Any]
 
@@ -50,11 +52,11 @@ class Run:
     """One `wyfold train`.
 
     Args:
-        name: Of its folder.
-        words: Of its command, without what says where.
-        seconds: After which it is interrupted.
-        device: Where; None where everything runs.
-        begun, spent: When it was started last, and its seconds until then.
+        name: Name of its folder.
+        words: Arguments of the command, without folder and device.
+        seconds: Seconds after which it is interrupted.
+        device: Device of the run; None: the default of all runs.
+        begun, spent: Time of its last start, and its seconds until then.
         cut: Whether it was interrupted.
     """
 
@@ -71,7 +73,7 @@ class Run:
     def start(self, folder: Path, device: str) -> None:
         where = folder / self.name
         where.mkdir(parents=True, exist_ok=True)
-        threads = "4" if self.device == "cpu" else "1"  # a GPU's process has one thread that counts
+        threads = "4" if self.device == "cpu" else "1"  # a process on the GPU uses one CPU thread
         command = [sys.executable, "-m", "wyfold", "train", *shlex.split(self.words)]
         command += ["--device", self.device or device, "--out", str(where)]
         self.log = (where / "log").open("ab")
@@ -80,13 +82,13 @@ class Run:
         self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT, env=environment)
 
     def stop(self) -> None:
-        """Let it take its step to the end and save."""
+        """Interrupt it; it finishes its step and saves."""
         if self.process is not None and self.process.poll() is None and not self.cut:
             self.process.send_signal(signal.SIGINT)
             self.cut = True
 
     def close(self) -> None:
-        """Take down that its process has ended."""
+        """Record that its process has ended."""
         self.spent, self.begun = self.now, 0.0
         if self.log is not None:
             self.log.close()
@@ -97,11 +99,11 @@ class Run:
 
     @property
     def now(self) -> float:
-        """Seconds it has taken until now."""
+        """Seconds that it has run so far."""
         return self.spent + (time.monotonic() - self.begun if self.begun else 0.0)
 
     def found(self, folder: Path) -> Row:
-        """What there is to tell of it now."""
+        """Its results so far."""
         where = folder / self.name
         history = _history(where / "metrics.jsonl")
         looks = [entry for entry in history if "accuracy" in entry]
@@ -125,14 +127,14 @@ class Run:
 
 @dataclass
 class Cell:
-    """One thing to be shown, and the runs that may show it, the next only where those before did not.
+    """One goal, and the runs that may reach it; the next run starts only if those before did not.
 
     Args:
-        name: Of the cell.
-        task: What is learned.
+        name: Name of the cell.
+        task: The task that is learned.
         tries: Runs, likeliest first.
-        together: Whether all of the runs belong to the one thing.
-        taken: How many were begun.
+        together: Whether all of the runs are needed for the goal.
+        taken: Number of runs that were started.
     """
 
     name: str
@@ -145,7 +147,7 @@ class Cell:
         return [run.found(folder) for run in self.tries[: self.taken]]
 
     def verdict(self, folder: Path) -> tuple[bool | None, str]:
-        """Whether what has to be shown is shown, None where that is open; and in words."""
+        """Whether the goal is reached (None: open), and a description."""
         rows = self.rows(folder)
         if self.task == "ttt":
             return compared(*(folder / run.name / "metrics.jsonl" for run in self.tries))
@@ -171,7 +173,7 @@ SETTINGS = {
     "s_niah": "--dtype bfloat16 --layers gated_delta_net",
     "ttt": "--layers ttt_linear --steps 200 --seed 0",
 }
-"""What differs from the task's own settings (`wyfold train`, src/wyfold/cli/settings.py)."""
+"""Differences from the task's own settings (`wyfold train`, src/wyfold/cli/settings.py)."""
 
 SMALL = {
     "mqar": "--batch 4 --length 64 --pairs 8 --vocabulary 64 --steps 20 --eval-every 10 --eval-bytes 512 --head-dim 16 "
@@ -184,15 +186,18 @@ SMALL = {
 }
 
 HEADS = {"delta_net": 2, "gated_delta_net": 4, "kda": 2}
-"""Of 128 channels, in associative recall. A head of GDN forgets at one rate, which is drawn at first: most forget a key
-long before it comes back, so there are more. KDA's channels have rates of their own, DeltaNet forgets nothing."""
+"""Number of heads for associative recall with 128 channels.
+
+Each GDN head has one decay rate, set at initialisation. Most heads decay a key long before it is queried, so GDN gets
+more heads. KDA has a rate per channel, and DeltaNet does not decay.
+"""
 
 RATES = {"mqar": (2e-3, 3e-3, 1e-3, 1.5e-3, 7e-4), "parity": (3e-3, 5e-3), "s5": (5e-3, 3e-3)}
-"""Learning rates of the tries, each of a seed of its own, from 0."""
+"""Learning rates of the tries in order; each try has another seed, from 0."""
 
 
 def cells(only: list[str], small: bool) -> list[Cell]:
-    """The table, its longest runs first; of these the middle width, so that an early end leaves some of each."""
+    """The table, longest runs first. Of mqar the middle width comes first, so that an early end leaves some of each."""
     words = SMALL if small else SETTINGS
     made = []
     if "ttt" in only:
@@ -224,14 +229,14 @@ def _tries(task: str, name: str, model: str, words: dict[str, str]) -> list[Run]
 
 
 def compared(mine: Path, theirs: Path) -> tuple[bool | None, str]:
-    """Losses of two runs, step by step."""
+    """Compare the losses of two runs step by step."""
     left, right = ({e["step"]: e["loss"] for e in _history(file) if "loss" in e} for file in (mine, theirs))
     steps = sorted(left.keys() & right.keys())
     if not steps:
         return None, "nothing yet"
     worst = max(abs(left[step] - right[step]) / right[step] for step in steps)
     said = f"{worst:.4%} apart at most over {len(steps)} steps, {left[steps[-1]]:.4f} nats at the last"
-    return (worst < 0.02 if len(steps) == 200 else None), said  # 200 steps are what has to be shown
+    return (worst < 0.02 if len(steps) == 200 else None), said  # the goal needs all 200 steps
 
 
 def _history(file: Path) -> list[Row]:
@@ -239,27 +244,27 @@ def _history(file: Path) -> list[Row]:
     for line in file.read_text().splitlines() if file.exists() else ():
         try:
             entries.append(json.loads(line))
-        except json.JSONDecodeError:  # the line that is being written
+        except json.JSONDecodeError:  # a line that is being written
             break
     return entries
 
 
 def finished(run: Run, folder: Path) -> bool:
-    """Whether an earlier call has ended it."""
+    """Whether an earlier invocation has completed the run."""
     if (folder / run.name / "result.json").exists():
         return True
     losses = [entry for entry in _history(folder / run.name / "metrics.jsonl") if "loss" in entry]
-    return run.name.startswith("ttt") and len(losses) == 200  # a text leaves no result.json
+    return run.name.startswith("ttt") and len(losses) == 200  # training on a text writes no result.json
 
 
 def work(table: list[Cell], args: argparse.Namespace, until: float, keep: Any) -> None:
-    """Runs side by side until everything is shown or time is out."""
+    """Run in parallel until every goal is reached or the time is over."""
     running: list[tuple[Cell, Run]] = []
     told = 0.0
 
     def next_run() -> tuple[Cell, Run] | None:
         busy = {id(cell) for cell, _ in running}
-        # First what has not been tried, in order; then more of what has not been shown.
+        # First cells without a run, in order; then further runs of open cells.
         for cell in sorted(table, key=lambda cell: 0 if cell.together else cell.taken):
             alone = cell.task != "mqar" and id(cell) in busy
             if cell.taken and not cell.together and (alone or cell.verdict(args.runs)[0]):
@@ -267,14 +272,14 @@ def work(table: list[Cell], args: argparse.Namespace, until: float, keep: Any) -
             for run in cell.tries[: cell.taken]:
                 resting = run.cut and (cell, run) not in running and not finished(run, args.runs)
                 if resting and (run.found(args.runs)["accuracy"] or 0.0) > BEGUN:
-                    return cell, run  # what has begun to learn goes on
+                    return cell, run  # runs that have begun to learn continue
             if cell.taken < len(cell.tries):
                 cell.taken += 1
                 return cell, cell.tries[cell.taken - 1]
         return None
 
     def hopeless(cell: Cell, run: Run) -> bool:
-        """Whether nothing is left for a run to show, or nothing is to be expected of it."""
+        """Whether the run's cell is decided, or the run is unlikely to learn."""
         found = run.found(args.runs)
         late = found["step"] > PATIENCE and (found["accuracy"] or 0.0) < BEGUN
         return cell.task == "mqar" and (late or bool(cell.verdict(args.runs)[0]))
@@ -359,7 +364,7 @@ def main() -> int:
 
 
 def markdown(record: Row) -> str:
-    """The table of docs/tasks.md: every run that ended, or was cut."""
+    """The table of docs/tasks.md: every run that ended or was interrupted."""
     lines = [
         "| task | layers | width, heads | eigenvalues | seed, learning rate | parameters | steps | seconds | right |",
         "|---|---|---|---|---|---|---|---|---|",
