@@ -133,7 +133,7 @@ def test_parameters_are_sliced_to_checked_heads():
     for name in ("A_log", "dt_bias"):
         x = arguments[name]
         for of in (name, f"d{name}"):
-            assert torch.equal(judge._cut(of, x, 1), x[:group])
+            assert torch.equal(judge._compared_part(of, x, 1), x[:group])
 
 
 def test_the_command_in_the_record_repeats_the_run(no_children, tmp_path):
@@ -183,7 +183,7 @@ def test_a_failed_child_leaves_a_row_without_memory(monkeypatch, capsys):
         (["gdn", "--peers", "flax"], "--peers: unknown peer 'flax'; there are transformers, fla, flash-qla, cudnn"),
         (
             ["kda", "--peers", "fla:slow"],
-            "--peers: fla has no way 'slow'; there are generic, safe_gate, staged, fused",
+            "--peers: fla has no variant 'slow'; there are generic, safe_gate, staged, fused",
         ),
         (["gdn", "--gates", "mid,odd"], "gates: unknown 'odd'; there are fast, mid, slow, model"),
         (["gdn", "decode_kda", "--gates", "model"], "--gates model: decoding is timed with decays that are given"),
@@ -249,7 +249,7 @@ def test_a_missing_peer_is_printed_and_others_run(no_children, monkeypatch, tmp_
 def test_one_variant_of_a_peer_can_be_selected(monkeypatch):
     monkeypatch.setattr(peers.Peer, "installed", True)
     (fla, cudnn) = bench.chosen_peers("fla:safe_gate,cudnn", "cuda")
-    assert [adapter.way for adapter in fla.adapters["chunk_kda"]] == ["safe_gate"]
+    assert [adapter.variant for adapter in fla.adapters["chunk_kda"]] == ["safe_gate"]
     assert fla.adapters["chunk_delta_rule"] == peers.PEERS["fla"].adapters["chunk_delta_rule"]
     assert cudnn is peers.PEERS["cudnn"]
     assert [peer.name for peer in bench.chosen_peers("all", "cuda")] == ["fla", "flash-qla", "cudnn", "flashinfer"]
@@ -399,9 +399,13 @@ def test_adapters_pass_arguments_in_the_form_of_their_libraries(monkeypatch):
                 found = judge.check_call(implementation, False, ours=True)
                 assert found.within_limits, (op, gate, implementation.ran, [str(verdict) for verdict in found.verdicts])
                 tried += 1
-    ways = [way for name in ("fla", "flash-qla", "cudnn", "flashinfer") for way in peers.PEERS[name].adapters.values()]
+    variants = [
+        variant
+        for name in ("fla", "flash-qla", "cudnn", "flashinfer")
+        for variant in peers.PEERS[name].adapters.values()
+    ]
     # chunk_scaled_dot_kkt with and without a gate; decoding for the token forms of three rules
-    assert tried == sum(map(len, ways)) + 1 + 3
+    assert tried == sum(map(len, variants)) + 1 + 3
 
 
 def test_imports_of_pytorchs_first_backward_are_not_timed():
@@ -447,10 +451,10 @@ def test_dispatch_messages_of_fla_are_recorded(monkeypatch):
 
 
 def test_implementations_alternate_and_each_round_starts_with_another():
-    order: list[str] = []
-    runs = [lambda name=name: order.append(name) for name in "abc"]
+    round_order: list[str] = []
+    runs = [lambda name=name: round_order.append(name) for name in "abc"]
     times = timing.interleaved(runs, 3)
-    assert "".join(order) == "abc" + "abc" + "bca" + "cab"  # the first calls are warm-up runs
+    assert "".join(round_order) == "abc" + "abc" + "bca" + "cab"  # the first calls are warm-up runs
     assert [len(each) for each in times] == [3, 3, 3]
 
 
@@ -580,7 +584,7 @@ class FakeGpu:
         return 4e12
 
     def interleaved(self, runs, rounds):
-        return [timing.Turns(times, [time / 2 for time in times]) for times in timing.interleaved(runs, rounds)]
+        return [timing.CallTimes(times, [time / 2 for time in times]) for times in timing.interleaved(runs, rounds)]
 
     def kernels(self, run):
         run()
@@ -758,7 +762,7 @@ def test_a_first_call_is_measured_with_empty_caches(monkeypatch, tmp_path):
     (row,) = json.loads(file.read_text())["rows"]
     assert 0 < row["first_call_seconds"] < 60
     asked = []
-    monkeypatch.setattr(memory, "_asked", lambda prefix, request: asked.append((prefix, request)) or {"seconds": 1.0})
+    monkeypatch.setattr(memory, "_request", lambda prefix, request: asked.append((prefix, request)) or {"seconds": 1.0})
     memory.first_call({"op": "norm"})
     (prefix, request) = asked[0]
     assert prefix[0] == "env"

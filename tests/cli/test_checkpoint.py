@@ -112,7 +112,7 @@ def test_a_damaged_file_is_named_with_the_intact_checkpoint(tmp_path, damage, ki
         file.write_bytes(content[:length] + (b"\n" if kind == "longer" else b""))
     with pytest.raises(DamagedError, match="is damaged: ") as caught:
         integrity.newest(tmp_path)
-    assert caught.value.whole == whole and caught.value.folder == tmp_path / "step-00000002"
+    assert caught.value.intact == whole and caught.value.folder == tmp_path / "step-00000002"
     if damage != SUMS:  # a changed digest is reported as a damaged file
         assert caught.value.file == file
 
@@ -123,7 +123,7 @@ def test_an_invalid_record_is_named(tmp_path):
         (folder / RECORD).write_text(content)
         with pytest.raises(DamagedError, match=r"training\.json is damaged: ") as caught:
             integrity.newest(tmp_path)
-        assert caught.value.whole is None
+        assert caught.value.intact is None
 
 
 def test_a_checkpoint_without_digests_is_verified_by_sizes_and_headers(tmp_path):

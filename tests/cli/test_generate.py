@@ -55,7 +55,7 @@ class Recited:
 
 
 def pieces(model, prompt=b"", **changes):
-    """The separate writes of `speak`."""
+    """The separate writes of `stream_text`."""
     written = []
 
     class Sink(io.StringIO):
@@ -64,7 +64,7 @@ def pieces(model, prompt=b"", **changes):
             return len(piece)
 
     sampling = {"max_bytes": 100, "temperature": 1.0, "top_k": None, "top_p": None, "seed": 0}
-    generate.speak(model, prompt, generate.Sampling(**{**sampling, **changes}), Sink())
+    generate.stream_text(model, prompt, generate.Sampling(**{**sampling, **changes}), Sink())
     return [piece for piece in written if piece]
 
 

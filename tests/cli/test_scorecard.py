@@ -9,7 +9,7 @@ from wyfold.cli import scorecard
 from wyfold.cli.catalog import SCORECARD_CHECKS
 from wyfold.cli.operators import OPERATOR_SPECS
 from wyfold.cli.scorecard import CHECKS, FAIL, NOT_RUN, PASS, bits, contract, run_check
-from wyfold.cli.scorecard.accuracy import written_last
+from wyfold.cli.scorecard.accuracy import dictionary_reference
 from wyfold.cli.scorecard.check import Check, CheckResult, Scope
 from wyfold.cli.scorecard.installation import unsafe
 from wyfold.cli.scorecard.refusals import REFUSALS, Refusal, right_arguments
@@ -96,7 +96,7 @@ def test_a_tenth_of_the_cases_passes(number):
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=str)
 def test_invalid_arguments_are_named_before_any_launch(refusal: Refusal):
-    assert contract.refused(refusal) == ""
+    assert contract.refusal_fault(refusal) == ""
 
 
 @pytest.mark.parametrize("operator", sorted({refusal.operator for refusal in REFUSALS}))
@@ -117,9 +117,9 @@ def test_opcheck_covers_every_registered_operator():
 
 
 def test_every_pair_of_options_occurs():
-    cells = contract.pairwise(0)
+    combinations = contract.pairwise(0)
     for a, b in itertools.combinations(contract.FACTORS, 2):
-        seen = {(str(cell[a]), str(cell[b])) for cell in cells}
+        seen = {(str(combination[a]), str(combination[b])) for combination in combinations}
         wanted = itertools.product(map(str, contract.FACTORS[a]), map(str, contract.FACTORS[b]))
         assert seen == set(wanted), (a, b)
 
@@ -179,10 +179,10 @@ def test_a_missing_argument_check_is_detected(monkeypatch):
 
 def test_a_late_refusal_is_detected(monkeypatch):
     late = Refusal("l2norm", "x", "is fine", lambda right: {})
-    assert contract.refused(late) == "was accepted"
+    assert contract.refusal_fault(late) == "was accepted"
     monkeypatch.setitem(OPERATOR_SPECS, "l2norm", OPERATOR_SPECS["l2norm"])
     wrong_name = Refusal("l2norm", "weight", "is not what is wrong", lambda right: {"x": right["x"].int()})
-    assert "is not named" in contract.refused(wrong_name)
+    assert "is not named" in contract.refusal_fault(wrong_name)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_the_dictionary_is_cleared_at_borders_and_resets():
         "beta": torch.ones(1, 4, 1),
         "g": torch.zeros(1, 4, 1),
     }
-    assert written_last(arguments, None)[0, :, 0, 0].tolist() == [1, 1, 3, 3]
-    assert written_last(arguments, [1, 3])[0, :, 0, 0].tolist() == [1, 0, 3, 3]
+    assert dictionary_reference(arguments, None)[0, :, 0, 0].tolist() == [1, 1, 3, 3]
+    assert dictionary_reference(arguments, [1, 3])[0, :, 0, 0].tolist() == [1, 0, 3, 3]
     arguments["g"] = torch.tensor([0, 0, 0, -torch.inf]).view(1, 4, 1)
-    assert written_last(arguments, None)[0, :, 0, 0].tolist() == [1, 1, 3, 0]
+    assert dictionary_reference(arguments, None)[0, :, 0, 0].tolist() == [1, 1, 3, 0]

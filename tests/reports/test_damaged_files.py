@@ -61,7 +61,7 @@ def contents(run):
     return {
         folder.name: [(file.name, file.read_bytes()) for file in sorted(folder.rglob("*")) if file.is_file()]
         for folder in integrity.step_folders(run / "checkpoint")
-        if integrity.newest_whole(run / "checkpoint", [folder])
+        if integrity.newest_intact(run / "checkpoint", [folder])
     }
 
 

@@ -219,9 +219,9 @@ ESCAPED = "\\x1b]0;owned\\x07é\t\n\\x9b2J\\r\\u202eabc"
 @pytest.mark.parametrize(("out", "expected"), [(Terminal, ESCAPED), (io.StringIO, COMMANDS.decode())])
 def test_a_terminal_gets_no_commands_from_a_model_and_a_file_gets_its_bytes(out, expected: str):
     sampling = generate.Sampling(100, 1.0, None, None, 0)
-    generate.speak(RecitingModel(COMMANDS), b"", sampling, alone := out())
+    generate.stream_text(RecitingModel(COMMANDS), b"", sampling, alone := out())
     assert alone.getvalue() == f"{expected}\n"
-    generate.speak_together(
+    generate.generate_batch(
         RecitingModel(COMMANDS[:4]), [COMMANDS], generate.Sampling(0, 1.0, None, None, 0), among := out()
     )
     assert among.getvalue() == f"{expected}\n"

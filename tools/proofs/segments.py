@@ -30,7 +30,7 @@ from wyfold import reference
 from wyfold.autograd import workspace
 from wyfold.cli.bench import timing
 from wyfold.cli.bench.cases import MIXED_LENGTHS, PINNED, Case
-from wyfold.cli.bench.implementations import AccuracyCheck, BenchImplementation, implementations_of, prepared
+from wyfold.cli.bench.implementations import AccuracyCheck, BenchImplementation, implementations_of, make_call
 from wyfold.cli.bench.peers import PEERS
 from wyfold.cli.catalog import OPS
 from wyfold.cli.operators import PER_TOKEN, incoming, measured, widened
@@ -294,7 +294,7 @@ def warm(add: Add, first: str) -> None:
         one = case(op, shape, gate, mode, norm)
         a = one.arguments()
         for options in ({}, {"max_splits": 1}):
-            prepared(ours(one, **options), one, a)()
+            make_call(ours(one, **options), one, a)()
 
 
 def times(ledger: Ledger, words: str) -> None:
@@ -308,13 +308,13 @@ def times(ledger: Ledger, words: str) -> None:
                 continue
             one = case(op, shape, gate, mode, norm)
             a = one.arguments()
-            cut, whole = (prepared(ours(one, **options), one, a) for options in ({}, {"max_splits": 1}))
+            cut, whole = (make_call(ours(one, **options), one, a) for options in ({}, {"max_splits": 1}))
             runs = {"cut": cut, "whole": whole, "cut, graph": captured(cut), "whole, graph": captured(whole)}
             theirs = implementations_of(one, peers)[1:] if shape == "t64kh8" else []
             failed = {}
             for contender in theirs:
                 try:
-                    run = prepared(contender, one, a)
+                    run = make_call(contender, one, a)
                     run()
                     runs[contender.ran] = run
                 except Exception as error:
@@ -355,9 +355,9 @@ def neighbours(ledger: Ledger, one: Case, a: Arguments, together: float) -> None
     long_one = part(slice(None, T), {})
     short = part(slice(T, None), {"cu_seqlens": a["cu_seqlens"][1:] - T})
     runs = {
-        "long alone": prepared(ours(alone), alone, long_one),
-        "short alone": prepared(ours(alone), alone, short),
-        "short alone, whole": prepared(ours(alone, max_splits=1), alone, short),
+        "long alone": make_call(ours(alone), alone, long_one),
+        "short alone": make_call(ours(alone), alone, short),
+        "short alone, whole": make_call(ours(alone, max_splits=1), alone, short),
     }
     found = measure([captured(run) for run in runs.values()], 12)
     ms = {name: turn["device"] for name, turn in zip(runs, found)} | {"together": together}
@@ -378,7 +378,7 @@ def launches(ledger: Ledger) -> None:
                 if not go or TINY:
                     continue
                 one = case(op, "t64kh8", mode=mode)
-                run = prepared(ours(one, **options), one, one.arguments())
+                run = make_call(ours(one, **options), one, one.arguments())
                 found = _gpu().kernels(run)
                 us = {f"{kernel.count:.0f} x {kernel.name[:60]}": 1e3 * kernel.milliseconds for kernel in found}
                 ledger.add("launches", f"{op} {mode} {how}", None, us=us, sum_us=sum(us.values()))

@@ -25,7 +25,7 @@ from wyfold import serving
 from wyfold.cli.bench import timing
 from wyfold.cli.bench.cases import GATES
 from wyfold.cli.bench.peers import PEERS
-from wyfold.cli.generate import Sampling, speak_together
+from wyfold.cli.generate import Sampling, generate_batch
 from wyfold.models import Decoder, DecoderConfig
 from wyfold.reference import error
 from wyfold.runtime.cuda_graph import Replay
@@ -477,7 +477,7 @@ def _by_function(model: Decoder, prompts: list[bytes], length: int, device: torc
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        speak_together(model, prompts, Sampling(length, 0.8, None, None, 0), io.StringIO())
+        generate_batch(model, prompts, Sampling(length, 0.8, None, None, 0), io.StringIO())
     return said.getvalue()
 
 

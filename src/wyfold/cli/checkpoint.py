@@ -66,7 +66,7 @@ def save(
     """
     from wyfold.models import disk
 
-    with _all_or_nothing(root, step):
+    with _clean_up_on_failure(root, step):
         partial = _begin(root, secrets.token_hex(8))
         save_model(partial / MODEL)
         stored = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
@@ -90,7 +90,7 @@ def save_shards(
     """
     from wyfold.cli import sharded_checkpoint
 
-    with _all_or_nothing(root, step):
+    with _clean_up_on_failure(root, step):
         # All processes use the name that rank 0 draws: 52 bits, an integer that float64 represents.
         token = f"{int(world.all_reduce_max(secrets.randbits(52) if world.is_main else 0)):016x}"
         partial = root / f".unfinished-{token}"
@@ -179,7 +179,7 @@ def rename_damaged(root: Path) -> list[Path]:
     Returns:
         The folders under their new names, `step-00000200.damaged`.
     """
-    whole = integrity.newest_whole(root)
+    whole = integrity.newest_intact(root)
     found = integrity.step_folders(root)
     newer = found[found.index(whole) + 1 :] if whole else found
     return [rundir.rename_with_suffix(folder, "damaged") for folder in newer]
@@ -222,14 +222,14 @@ def find_model(path: Path) -> Path:
 
 
 @contextmanager
-def _all_or_nothing(root: Path, step: int) -> Iterator[None]:
+def _clean_up_on_failure(root: Path, step: int) -> Iterator[None]:
     """Remove an unfinished checkpoint after an OSError, and name the newest intact one in the error."""
     try:
         yield
     except OSError as error:
         for leftover in _unfinished(root):
             shutil.rmtree(leftover, ignore_errors=True)
-        whole = integrity.newest_whole(root)
+        whole = integrity.newest_intact(root)
         kept = "there is no earlier one" if whole is None else f"{whole} is whole"
         reason = error.strerror or str(error)
         raise Failure(
@@ -260,7 +260,7 @@ def _finish(partial: Path, step: int, record: dict[str, Any]) -> Path:
     final = root / f"{PREFIX}{step:08d}"
     files.write(partial / RECORD, json.dumps({**record, "step": step}, allow_nan=False))
     integrity.write_sums(partial)
-    _reach_disk(partial)
+    _sync_tree(partial)
     if os.path.lexists(final) and not _is_ours(final):
         kept = rundir.rename_with_suffix(final, "kept")
         print(f"{final} is no checkpoint of this run; kept: {kept}", file=sys.stderr)
@@ -298,6 +298,6 @@ def _remove(folder: Path, replaced_by: Path | None = None) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _reach_disk(folder: Path) -> None:
+def _sync_tree(folder: Path) -> None:
     for path in [*folder.rglob("*"), folder]:
         files.sync(path)

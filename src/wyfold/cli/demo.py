@@ -62,7 +62,7 @@ measured on logits of about 10. The bounds allow for other machines; a wrong sta
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `wyfold demo`."""
+    """Add the options of `wyfold demo`."""
     parser.add_argument(
         "--out", type=Path, default=Path("runs", "demo"), metavar="DIR", help="folder of the run (default: %(default)s)"
     )
@@ -85,7 +85,7 @@ def _run_alone(args: argparse.Namespace) -> int:
     import torch
 
     from wyfold.cli import checkpoint, corpus
-    from wyfold.cli.generate import Sampling, speak
+    from wyfold.cli.generate import Sampling, stream_text
     from wyfold.cli.recipe import Recipe
     from wyfold.cli.rundir import CHECKPOINTS, CURVE, HISTORY
     from wyfold.cli.train import finish
@@ -108,7 +108,7 @@ def _run_alone(args: argparse.Namespace) -> int:
         return code
 
     print("\nA sample, drawn byte by byte through the recurrent form:\n")
-    speak(
+    stream_text(
         trainer.model,
         PROMPT,
         Sampling(SAMPLE_BYTES, temperature=0.8, top_k=None, top_p=None, seed=args.seed),

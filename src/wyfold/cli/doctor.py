@@ -13,7 +13,7 @@ from wyfold.cli import DONE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `wyfold doctor`."""
+    """Add the options of `wyfold doctor`."""
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="also write the report into this folder, as doctor.json"

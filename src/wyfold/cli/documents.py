@@ -46,7 +46,7 @@ def read(path: str | os.PathLike[str] | None) -> Documents:
             raise UsageError(f"--data {root}: cannot be read ({error.strerror})") from error
         if not content:
             raise UsageError(f"--data {root}: the file is empty")
-        if binary(content):
+        if is_binary(content):
             raise UsageError(f"--data {root}: is no text, it has a NUL byte: give a text file in UTF-8")
         contents = [content]
     elif root.exists():
@@ -56,7 +56,7 @@ def read(path: str | os.PathLike[str] | None) -> Documents:
     return Documents(str(root), contents)
 
 
-def binary(content: bytes) -> bool:
+def is_binary(content: bytes) -> bool:
     """Whether a file with this content is binary."""
     return b"\0" in content[:SNIFFED]
 
@@ -75,7 +75,7 @@ def _text(file: Path) -> bytes:
     try:
         with file.open("rb") as stream:
             head = stream.read(SNIFFED)
-            return b"" if binary(head) else head + stream.read()
+            return b"" if is_binary(head) else head + stream.read()
     except OSError as error:
         raise UsageError(f"--data {file}: cannot be read ({error.strerror})") from error
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from wyfold.cli import DONE, UsageError, printable
 from wyfold.cli.arguments import add_backend, at_least, between, device, found_device, seed_number, whole
-from wyfold.cli.documents import binary
+from wyfold.cli.documents import is_binary
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ START = b"\n"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `wyfold generate`."""
+    """Add the options of `wyfold generate`."""
     parser.add_argument("checkpoint", type=Path, metavar="DIR", help="a run of `wyfold train`, or a checkpoint in it")
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", help="text to continue (default: standard input)")
@@ -106,10 +106,10 @@ def run(args: argparse.Namespace) -> int:
     prompts = given or [_standard_input()]
     with _destination(args.out) as out:
         if len(prompts) == 1:
-            speak(model, prompts[0], sampling, out)
+            stream_text(model, prompts[0], sampling, out)
         else:
             for first in range(0, len(prompts), args.batch):
-                speak_together(model, prompts[first : first + args.batch], sampling, out)
+                generate_batch(model, prompts[first : first + args.batch], sampling, out)
     return DONE
 
 
@@ -135,7 +135,7 @@ def _destination(file: Path | None) -> AbstractContextManager[TextIO]:
         raise UsageError(f"--out {file}: cannot be written ({error.strerror})") from error
 
 
-def speak(model: Decoder, prompt: bytes, sampling: Sampling, out: TextIO) -> None:
+def stream_text(model: Decoder, prompt: bytes, sampling: Sampling, out: TextIO) -> None:
     """Stream the prompt and its continuation to `out`, and write the speed to standard error."""
     import torch
 
@@ -167,7 +167,7 @@ def speak(model: Decoder, prompt: bytes, sampling: Sampling, out: TextIO) -> Non
     print(f"{count} bytes after a prompt of {ids.shape[1]}{rate}", file=sys.stderr)
 
 
-def speak_together(model: Decoder, prompts: list[bytes], sampling: Sampling, out: TextIO) -> None:
+def generate_batch(model: Decoder, prompts: list[bytes], sampling: Sampling, out: TextIO) -> None:
     """Write every prompt and its continuation to `out` when all are finished, and the speed to standard error.
 
     All rows share the same random numbers, so the text of a prompt is the same as if it ran alone.
@@ -220,7 +220,7 @@ def _prompts(args: argparse.Namespace) -> list[bytes]:
             content = args.prompts.read_bytes()
         except OSError as error:
             raise UsageError(f"--prompts {args.prompts}: cannot be read ({error.strerror})") from error
-        if binary(content):
+        if is_binary(content):
             raise UsageError(f"--prompts {args.prompts}: is no text, it has a NUL byte: give a text file in UTF-8")
         lines = content.splitlines()
         if not any(lines):

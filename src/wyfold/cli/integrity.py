@@ -73,16 +73,16 @@ class DamagedError(UsageError):
 
     def __init__(self, file: Path, reason: str, folder: Path | None = None, whole: Path | None = None) -> None:
         super().__init__(f"{file} is damaged: {reason}")
-        self.file, self.reason, self.folder, self.whole = file, reason, folder, whole
+        self.file, self.reason, self.folder, self.intact = file, reason, folder, whole
 
     def of_run(self, folder: Path, others: Collection[Path]) -> DamagedError:
         """A copy of this error for a checkpoint of a run, with the newest intact one among `others`."""
-        return DamagedError(self.file, self.reason, folder, newest_whole(folder.parent, others))
+        return DamagedError(self.file, self.reason, folder, newest_intact(folder.parent, others))
 
     def advice(self, whole: str, otherwise: str) -> UsageError:
         """A UsageError with advice: `whole` if another checkpoint of the run is intact, else `otherwise`."""
-        if self.whole is not None:
-            return UsageError(f"{self}. The checkpoint {self.whole} is whole: {whole}")
+        if self.intact is not None:
+            return UsageError(f"{self}. The checkpoint {self.intact} is whole: {whole}")
         if self.folder is not None:
             return UsageError(f"{self}. No other checkpoint of this run is whole: {otherwise}")
         return UsageError(f"{self}; {otherwise}")
@@ -116,7 +116,7 @@ def newest(root: Path) -> Path | None:
     return found[-1]
 
 
-def newest_whole(root: Path, among: Collection[Path] | None = None) -> Path | None:
+def newest_intact(root: Path, among: Collection[Path] | None = None) -> Path | None:
     """The newest intact checkpoint below `root`; None if there is none."""
     for folder in reversed(list(step_folders(root) if among is None else among)):
         try:

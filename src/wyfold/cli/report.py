@@ -50,7 +50,7 @@ summary {{ cursor: pointer; color: #346; }}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `wyfold report`."""
+    """Add the options of `wyfold report`."""
     parser.add_argument(
         "paths",
         nargs="*",

@@ -11,7 +11,7 @@ LEAST_WHOLE = 4 * SHORTEST
 """Least --length with a curriculum: a pair and its query take four tokens."""
 
 CHOICES = {"pairs": ("mqar",), "vocabulary": ("mqar", "s_niah")}
-"""Options that only the definitions of these tasks leave open."""
+"""Option -> tasks whose definition has it as a free parameter."""
 
 TEXT: dict[str, Any] = {
     "layers": "gdn*3 attention",

@@ -58,7 +58,7 @@ class Cell:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `wyfold tasks`."""
+    """Add the options of `wyfold tasks`."""
     parser.add_argument(
         "--out",
         type=Path,

@@ -43,7 +43,7 @@ MOST_TOKENS = 2**27
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `wyfold train`."""
+    """Add the options of `wyfold train`."""
     _run_options(parser.add_argument_group("run"))
     _task_options(parser.add_argument_group("task"))
     _model_options(parser.add_argument_group("model"))
@@ -270,7 +270,7 @@ def run(args: argparse.Namespace) -> int:
                 code = DONE if trainer.complete or trainer.train(args.save_every) else INTERRUPTED
     except RankLost as lost:
         # The process groups are aborted already; do not destroy them.
-        found = integrity.newest_whole(folder / CHECKPOINTS)
+        found = integrity.newest_intact(folder / CHECKPOINTS)
         after = "there is no checkpoint yet" if found is None else f"the same command continues from {found}"
         raise Failure(f"{lost}; {after}") from lost
     except BaseException:
@@ -348,8 +348,8 @@ def _newest_checkpoint(args: argparse.Namespace, folder: Path) -> Path | None:
     try:
         return integrity.newest(folder / CHECKPOINTS)
     except DamagedError as damage:
-        if args.if_damaged == ("restart" if damage.whole is None else "older"):
-            return damage.whole
+        if args.if_damaged == ("restart" if damage.intact is None else "older"):
+            return damage.intact
         raise damage.advice(
             whole="give --if-damaged older to continue from it; what is damaged is kept as step-N.damaged",
             otherwise="put the file back if there is a copy, or give --if-damaged restart to begin again at step 0 "
@@ -433,10 +433,10 @@ def fill_options(args: argparse.Namespace, before: Mapping[str, Any] | None = No
 
 
 def require_possible(args: argparse.Namespace) -> None:
-    """Refuse choices that the task's definition does not have, and batches of more tokens than memory is made for.
+    """Refuse options that the task's definition does not have, and batches of too many tokens.
 
     Args:
-        args: Without options that were left out.
+        args: Options after defaults were filled in.
     """
     for option in CHOICES if args.task is not None else ():
         if getattr(args, option) and args.task not in CHOICES[option]:

@@ -33,7 +33,7 @@ STAGES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `wyfold tune`."""
+    """Add the options of `wyfold tune`."""
     parser.add_argument("stage", nargs="?", choices=tuple(STAGES), metavar="STAGE", help="%(choices)s (default: all)")
     parser.add_argument("--arch", metavar="SM", help="required architecture, such as sm_90; another GPU is an error")
     parser.add_argument("--ops", help="only these operators, comma-separated names of `wyfold bench`")

@@ -83,7 +83,7 @@ class OperatorVerdicts:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `wyfold verify`."""
+    """Add the options of `wyfold verify`."""
     parser.add_argument("--tier", choices=tuple(TIERS), help="run all checks of the scorecard for this tier")
     parser.add_argument(
         "--row", type=whole(1), action="append", metavar="N", help="run check N of the scorecard; may be repeated"

@@ -72,7 +72,7 @@ DEVICE_DEFAULTS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `wyfold bench`."""
+    """Add the options of `wyfold bench`."""
     usual = DEVICE_DEFAULTS["cpu"], DEVICE_DEFAULTS["cuda"]
     parser.add_argument("op", nargs="*", metavar="OP", help=f"{', '.join(OPS)} (default: {' '.join(COMMON)})")
     parser.add_argument(
@@ -337,11 +337,13 @@ def check_peers(words: str) -> None:
         UsageError: for such a name or variant.
     """
     for word in () if words in ("none", "all") else words.split(","):
-        name, _, way = word.partition(":")
+        name, _, variant = word.partition(":")
         if name not in PEERS:
             raise UsageError(f"--peers: unknown peer {name!r}; there are {', '.join(PEERS)}, all and none")
-        if way and way not in PEERS[name].ways:
-            raise UsageError(f"--peers: {name} has no way {way!r}; there are {', '.join(PEERS[name].ways) or 'none'}")
+        if variant and variant not in PEERS[name].variants:
+            raise UsageError(
+                f"--peers: {name} has no variant {variant!r}; there are {', '.join(PEERS[name].variants) or 'none'}"
+            )
 
 
 def chosen_peers(words: str, kind: str, *, verbose: bool = True) -> list[Peer]:
@@ -357,9 +359,9 @@ def chosen_peers(words: str, kind: str, *, verbose: bool = True) -> list[Peer]:
     everyone = ",".join(name for name, peer in PEERS.items() if peer.device == kind)
     chosen = []
     for word in (everyone if words == "all" else words).split(","):
-        name, _, way = word.partition(":")
+        name, _, variant = word.partition(":")
         if PEERS[name].installed:
-            chosen.append(PEERS[name].narrowed(way))
+            chosen.append(PEERS[name].with_variant(variant))
         elif verbose:
             print(f"{name}: not installed; {PEERS[name].install}")
     return chosen

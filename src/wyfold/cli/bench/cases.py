@@ -146,7 +146,7 @@ class Case:
         with FakeTensorMode():
             try:
                 fake = replace(self, device="cpu").arguments()
-                wyfold.explain(operator, **(served(fake) if self.decoding else fake), backend="eager")
+                wyfold.explain(operator, **(decode_arguments(fake) if self.decoding else fake), backend="eager")
             except ValueError as error:
                 return str(error)
         return ""
@@ -195,7 +195,7 @@ def gates_of(op: str, gates: Sequence[str]) -> Sequence[str]:
     return [gate for gate in gates if gate != NO_GATE] if op.endswith(("gdn", "kda")) else (NO_GATE,)
 
 
-def served(arguments: Arguments) -> Arguments:
+def decode_arguments(arguments: Arguments) -> Arguments:
     """Arguments for `serving.decode`: the initial states become its pool, which it updates in place."""
     rest = {name: x for name, x in arguments.items() if name not in ("initial_state", "output_final_state")}
     return {"g": None, "pool": arguments["initial_state"], "state_v_first": False} | rest

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import wyfold
 from wyfold import serving
-from wyfold.cli.bench.cases import Case, gradient_name, leaves, served
+from wyfold.cli.bench.cases import Case, decode_arguments, gradient_name, leaves
 from wyfold.cli.bench.peers import Adapter, Peer
 from wyfold.cli.catalog import OPS, OURS, VARIANTS
 from wyfold.cli.operators import NARROW, PER_TOKEN, Arguments, Named, bound, widened
@@ -65,18 +65,18 @@ class BenchImplementation:
 def implementations_of(case: Case, peers: Sequence[Peer], variants: Sequence[str] = ()) -> list[BenchImplementation]:
     """Wyfold, Wyfold with each of the flags `variants`, then every peer that has the operator."""
     operator = OPS[case.op]
-    found = [_ours(case, "")]
+    found = [_wyfold(case, "")]
     for flag in variants:
         # disable_recompute changes only what is saved for a backward.
         if case.op in VARIANTS[flag] and (case.backward or flag != "disable_recompute"):
-            found.append(_ours(case, flag))
+            found.append(_wyfold(case, flag))
     for peer in peers:
         for adapter in peer.adapters.get(operator, ()):
-            found.append(_theirs(peer, adapter))
+            found.append(_peer(peer, adapter))
     return found
 
 
-def _ours(case: Case, flag: str) -> BenchImplementation:
+def _wyfold(case: Case, flag: str) -> BenchImplementation:
     flags: Arguments = {flag: True} if flag else {}
     if case.backend:
         flags["backend"] = case.backend
@@ -84,7 +84,7 @@ def _ours(case: Case, flag: str) -> BenchImplementation:
         return BenchImplementation(
             OURS,
             "wyfold.serving.decode",
-            lambda arguments: serving.decode(**served(arguments | flags)),
+            lambda arguments: serving.decode(**decode_arguments(arguments | flags)),
             lambda arguments: {"pool": arguments["initial_state"].clone()},
             backward=False,
         )
@@ -92,9 +92,9 @@ def _ours(case: Case, flag: str) -> BenchImplementation:
     return BenchImplementation(OURS, name, lambda arguments: case.spec.ours(arguments | flags)[0])
 
 
-def _theirs(peer: Peer, adapter: Adapter) -> BenchImplementation:
+def _peer(peer: Peer, adapter: Adapter) -> BenchImplementation:
     """A peer's implementation. If its library cannot be imported, calling it raises the import error."""
-    name = f"{peer.name}, {adapter.way}" if adapter.way else peer.name
+    name = f"{peer.name}, {adapter.variant}" if adapter.variant else peer.name
     try:
         loaded = adapter.load()
     except Exception as error:  # another library's import may raise anything; its row shows the error
@@ -104,11 +104,11 @@ def _theirs(peer: Peer, adapter: Adapter) -> BenchImplementation:
             raise reason
 
         return BenchImplementation(peer.name, f"{name} (not loaded)", refuse)
-    ran = loaded.ran + (f", {adapter.way}" if adapter.way else "")
+    ran = loaded.ran + (f", {adapter.variant}" if adapter.variant else "")
     return BenchImplementation(peer.name, ran, loaded.call, loaded.prepare, adapter.backward)
 
 
-def prepared(
+def make_call(
     implementation: BenchImplementation, case: Case, arguments: Arguments, fed: Tensor | None = None
 ) -> Callable[[], Tensor | tuple[Tensor, ...]]:
     """Make a function without arguments that runs a case once, for timing.
@@ -147,7 +147,7 @@ def plan(implementation: BenchImplementation, case: Case, arguments: Arguments) 
         return {}
     asked = {"backend": case.backend} if case.backend else {}
     if case.decoding:
-        found = wyfold.explain(serving.decode, **served(arguments | asked))
+        found = wyfold.explain(serving.decode, **decode_arguments(arguments | asked))
     else:
         found = wyfold.explain(getattr(wyfold, OPS[case.op]), **(arguments | asked))
     return {
@@ -231,7 +231,7 @@ class AccuracyCheck:
     arguments: Arguments
     heads: int = CHECKED_HEADS
     everything: bool = False
-    _standards: dict[bool, tuple[Named, Named]] = field(default_factory=dict)
+    _references: dict[bool, tuple[Named, Named]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         s = self.case.shape
@@ -265,10 +265,10 @@ class AccuracyCheck:
     def check_tensors(self, o: Tensor, gradients: Named, *, ours: bool) -> Accuracy:
         """Check an output, and the gradients for the output gradient `fed()`, if given."""
         got, finite = self._compared(o, gradients)
-        truth, yardstick = self._standard(bool(gradients))
+        truth, yardstick = self._reference(bool(gradients))
         verdicts = [self._verdict(name, x, truth[name], yardstick.get(name)) for name, x in got.items()]
         verdicts.sort(key=lambda verdict: verdict.measured.rms, reverse=True)
-        right = all(tolerable(verdict, ours=ours) for verdict in verdicts)
+        right = all(accurate_enough(verdict, ours=ours) for verdict in verdicts)
         eager = {name: rms(x, truth[name]) for name, x in yardstick.items()} if self.case.on_gpu else {}
         nonfinite = tuple(name for name, fine in finite.items() if not fine)
         return Accuracy(tuple(verdicts), right and not nonfinite, eager, nonfinite)
@@ -297,29 +297,29 @@ class AccuracyCheck:
     def _compared(self, o: Tensor, gradients: Named) -> tuple[Named, dict[str, bool]]:
         """The compared part of each tensor, and whether each complete tensor is finite."""
         name = self.case.spec.outputs[0]
-        got = {name: self._cut(name, o, self.output_tokens)}
-        got |= {of: self._cut(of, x, self.tokens, exact=True) for of, x in gradients.items()}
+        got = {name: self._compared_part(name, o, self.output_tokens)}
+        got |= {of: self._compared_part(of, x, self.tokens, exact=True) for of, x in gradients.items()}
         if not self.case.on_gpu:
             return got, {}
         return got, {of: bool(x.isfinite().all()) for of, x in ({name: o} | gradients).items()}
 
-    def _standard(self, backward: bool) -> tuple[Named, Named]:
+    def _reference(self, backward: bool) -> tuple[Named, Named]:
         """Reference tensors, and in 16 bits the yardstick."""
-        if backward not in self._standards:
+        if backward not in self._references:
             name = self.case.spec.outputs[0]
             few = self._arguments(self.output_tokens)
             with torch.no_grad():
-                truth = {name: self._exact(_exactly(few))}
-                loop = {name: self._exact(few)} if self.narrow else {}
+                truth = {name: self._reference_output(_in_float64(few))}
+                loop = {name: self._reference_output(few)} if self.narrow else {}
             if backward:
-                few, fed = self._arguments(self.tokens), self._cut(name, self.fed(), self.tokens)
-                truth |= gradients_of(self._exact, _exactly(few), fed.double())
+                few, fed = self._arguments(self.tokens), self._compared_part(name, self.fed(), self.tokens)
+                truth |= gradients_of(self._reference_output, _in_float64(few), fed.double())
                 if self.narrow:
-                    loop |= gradients_of(self._exact, few, fed)
-            self._standards[backward] = truth, loop
-        return self._standards[backward]
+                    loop |= gradients_of(self._reference_output, few, fed)
+            self._references[backward] = truth, loop
+        return self._references[backward]
 
-    def _exact(self, arguments: Arguments) -> Tensor:
+    def _reference_output(self, arguments: Arguments) -> Tensor:
         """Output of the reference implementation: the token loop on a CPU, the eager backend on a GPU."""
         if not self.case.on_gpu:
             return self.case.spec.truth(arguments)[0]
@@ -333,12 +333,12 @@ class AccuracyCheck:
         return fed
 
     def _arguments(self, tokens: int) -> Arguments:
-        cut = {name: self._cut(name, x, tokens) for name, x in self.arguments.items()}
+        cut = {name: self._compared_part(name, x, tokens) for name, x in self.arguments.items()}
         if "cu_seqlens" in cut and not self.case.on_gpu:
             cut["cu_seqlens"] = cut["cu_seqlens"].clamp(max=tokens)
         return cut
 
-    def _cut(self, name: str, x: Any, tokens: int, *, exact: bool = False) -> Any:
+    def _compared_part(self, name: str, x: Any, tokens: int, *, exact: bool = False) -> Any:
         """Select the compared part of an argument, a result or a gradient.
 
         With `exact` the tokens after that part must be zero; if they are not, the returned part is NaN.
@@ -363,12 +363,12 @@ class AccuracyCheck:
         return x.index_select(axis, torch.tensor(rows, device=x.device))
 
 
-def _exactly(arguments: Arguments) -> Arguments:
-    """The arguments in float64, with a result in it."""
+def _in_float64(arguments: Arguments) -> Arguments:
+    """The arguments in float64, without `output_dtype`, so that the result is in float64 too."""
     return {name: x for name, x in widened(arguments).items() if name != "output_dtype"}
 
 
-def tolerable(verdict: Verdict, *, ours: bool) -> bool:
+def accurate_enough(verdict: Verdict, *, ours: bool) -> bool:
     """Whether a tensor is accurate enough to be timed, though perhaps outside Wyfold's limits."""
     if verdict.passed:
         return True

@@ -58,7 +58,7 @@ def in_fresh_process(request: dict[str, Any]) -> dict[str, Any]:
     Raises:
         RuntimeError: the child failed; the message is its last line on standard error.
     """
-    return _asked([], request)
+    return _request([], request)
 
 
 def first_call(request: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def first_call(request: dict[str, Any]) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as empty:
         settings = [f"{name}={Path(empty, folder)}" for name, folder in COMPILED.items()]
-        return _asked(["env", *settings], request | {"what": "first call"})
+        return _request(["env", *settings], request | {"what": "first call"})
 
 
 def seconds(call: Callable[[], object], finish: Callable[[], None]) -> dict[str, float]:
@@ -86,7 +86,7 @@ def first_backward(device: str) -> None:
     torch.autograd.grad(x.clone(), x, torch.ones_like(x))
 
 
-def _asked(prefix: list[str], request: dict[str, Any]) -> dict[str, Any]:
+def _request(prefix: list[str], request: dict[str, Any]) -> dict[str, Any]:
     command = [*prefix, sys.executable, "-m", "wyfold", "bench", "--measure", json.dumps(request)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -105,16 +105,16 @@ def peak(small: Callable[[], object], call: Callable[[], object]) -> dict[str, A
     small()
     gc.collect()
     _return_freed()
-    making = _highest()
+    making = _peak_rss()
     try:
         RESET.write_text("5", encoding="ascii")
     except OSError:
         call()
-        after = _highest()
+        after = _peak_rss()
         return {"above_inputs_mib": after - making, "process_mib": after, "method": METHOD_WITHOUT_RESET}
     before = _field("VmRSS")
     call()
-    after = _highest()
+    after = _peak_rss()
     return {"above_inputs_mib": after - before, "process_mib": max(making, after), "method": METHOD}
 
 
@@ -134,7 +134,7 @@ def _field(name: str) -> float:
     raise RuntimeError(f"{STATUS} has no {name}")
 
 
-def _highest() -> float:
+def _peak_rss() -> float:
     """Peak resident size since the last reset, MiB."""
     if STATUS.exists():
         return _field("VmHWM")

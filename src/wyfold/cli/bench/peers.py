@@ -45,12 +45,12 @@ class Adapter:
 
     Attributes:
         load: Imports the function.
-        way: Name of this variant, if the library has several for the operator; else empty.
+        variant: Name of this variant, if the library has several for the operator; else empty.
         backward: Whether it is differentiable.
     """
 
     load: Callable[[], Loaded]
-    way: str = ""
+    variant: str = ""
     backward: bool = True
 
 
@@ -65,7 +65,7 @@ class Peer:
         adapters: Public operator of Wyfold -> adapters of the library.
         device: Type of device the library runs on.
         packages: Packages whose versions are recorded with a result.
-        shares: (boundaries, process group) -> the library's `cp_context`; None without context parallelism.
+        make_cp_context: (boundaries, process group) -> the library's `cp_context`; None without context parallelism.
     """
 
     name: str
@@ -74,23 +74,23 @@ class Peer:
     adapters: Mapping[str, tuple[Adapter, ...]]
     device: str = "cuda"
     packages: tuple[str, ...] = ()
-    shares: Callable[[Tensor, Any], Any] | None = None
+    make_cp_context: Callable[[Tensor, Any], Any] | None = None
 
     @property
     def installed(self) -> bool:
         return importlib.util.find_spec(self.module) is not None
 
     @property
-    def ways(self) -> list[str]:
-        """Variants of all operators, the values that `narrowed` accepts."""
-        found = (adapter.way for adapters in self.adapters.values() for adapter in adapters)
-        return list(dict.fromkeys(way for way in found if way))
+    def variants(self) -> list[str]:
+        """Variants of all operators, the values that `with_variant` accepts."""
+        found = (adapter.variant for adapters in self.adapters.values() for adapter in adapters)
+        return list(dict.fromkeys(variant for variant in found if variant))
 
-    def narrowed(self, way: str) -> Peer:
-        """The peer restricted to one variant of each operator; unrestricted if `way` is empty."""
-        if not way:
+    def with_variant(self, variant: str) -> Peer:
+        """The peer restricted to one variant of each operator; unrestricted if `variant` is empty."""
+        if not variant:
             return self
-        kept = {op: tuple(a for a in adapters if a.way in ("", way)) for op, adapters in self.adapters.items()}
+        kept = {op: tuple(a for a in adapters if a.variant in ("", variant)) for op, adapters in self.adapters.items()}
         return replace(self, adapters=kept)
 
     @property
@@ -184,7 +184,7 @@ def _capture_dispatch_log() -> None:
         logger.propagate = False
 
 
-def _fla_shares(boundaries: Tensor, group: Any) -> Any:
+def _fla_cp_context(boundaries: Tensor, group: Any) -> Any:
     return _imported("fla.ops.cp", "build_cp_context")(boundaries, group=group)
 
 
@@ -198,12 +198,12 @@ def _fla_kkt() -> Loaded:
             return {}
         if "cu_seqlens" in arguments:
             raise NotImplementedError("this adapter sums gates of dense batches only")
-        return {"g": _summed(arguments["g"], arguments["chunk_size"])}
+        return {"g": _gate_sums(arguments["g"], arguments["chunk_size"])}
 
     return Loaded(f"{_named(function)}, gate summed outside", _keywords(function), prepare)
 
 
-def _summed(g: Tensor, chunk_size: int) -> Tensor:
+def _gate_sums(g: Tensor, chunk_size: int) -> Tensor:
     """Cumulative sums of g [B, T, HV] within chunks, in base 2."""
     import torch
 
@@ -232,7 +232,7 @@ def _boundaries(arguments: Arguments) -> Tensor:
     return torch.arange(0, B * T + 1, T, device=arguments["q"].device, dtype=torch.int32)
 
 
-def _laid_out(arguments: Arguments, *names: str) -> list[Tensor]:
+def _flattened(arguments: Arguments, *names: str) -> list[Tensor]:
     """Arguments as [B * T, ...] views."""
     return [arguments[name].flatten(0, 1) for name in names]
 
@@ -242,7 +242,7 @@ def _cudnn_kda() -> Loaded:
 
     def call(arguments: Arguments) -> Tensor:
         o: Tensor = kimi_delta_attention(
-            *_laid_out(arguments, "q", "k", "v", "g", "beta"),
+            *_flattened(arguments, "q", "k", "v", "g", "beta"),
             arguments["boundaries"],
             use_qk_l2norm_in_kernel=arguments.get("use_qk_l2norm_in_kernel", False),
             plan_name="kda_hopper_cuda",
@@ -262,7 +262,7 @@ def _flashinfer_gdn() -> Loaded:
 
     def call(arguments: Arguments) -> Tensor:
         o: Tensor = chunk_gated_delta_rule(
-            *_laid_out(arguments, "q", "k", "v"),
+            *_flattened(arguments, "q", "k", "v"),
             arguments["alpha"],
             arguments["beta"].flatten(0, 1),
             cu_seqlens=arguments["boundaries"],
@@ -316,7 +316,7 @@ PEERS = {
                 "fused_kda_gate": (Adapter(_fla("ops.kda.gate", "fused_kda_gate")),),
             },
             packages=("fla-core", "tilelang", "flash-qla"),
-            shares=_fla_shares,
+            make_cp_context=_fla_cp_context,
         ),
         Peer(
             "flash-qla",

@@ -13,7 +13,7 @@ import torch
 from wyfold.cli import described, results
 from wyfold.cli.bench import memory, timing
 from wyfold.cli.bench.cases import Case, packed_lengths
-from wyfold.cli.bench.implementations import AccuracyCheck, BenchImplementation, implementations_of, plan, prepared
+from wyfold.cli.bench.implementations import AccuracyCheck, BenchImplementation, implementations_of, make_call, plan
 from wyfold.cli.bench.peers import PEERS, Peer
 from wyfold.cli.catalog import OURS, VARIANTS
 from wyfold.cli.operators import Arguments
@@ -44,13 +44,13 @@ class BenchSession:
         self.gpu: timing.Gpu | None = None
         self.copy_rate: float | None = None
 
-    def enter(self, case: Case) -> None:
+    def open_gpu(self, case: Case) -> None:
         """Open the GPU and measure its copy rate when the first case needs it."""
         if case.on_gpu and self.gpu is None:
             self.gpu = timing.Gpu()
             self.copy_rate = self.gpu.copy_rate()
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         results.say(f"[{self.done + 1}/{self.cases}, {time.perf_counter() - self.began:.0f} s] {line}")
 
 
@@ -58,7 +58,7 @@ def run_cases(
     group: Sequence[Case], peers: Sequence[Peer], also: Sequence[str], session: BenchSession
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield the rows of each case of the group, one per implementation. Only correct implementations are timed."""
-    session.enter(group[0])
+    session.open_gpu(group[0])
     arguments = group[0].arguments()
     checker = AccuracyCheck(group[0], arguments)
     for case in group:
@@ -66,11 +66,11 @@ def run_cases(
         found = [_row(case, implementation, arguments, checker, session) for implementation in everyone]
         fed = case.incoming(arguments) if case.backward else None
         right: list[TimedCall] = [
-            (row, prepared(c, case, arguments, fed)) for c, row in zip(everyone, found) if row["correct"]
+            (row, make_call(c, case, arguments, fed)) for c, row in zip(everyone, found) if row["correct"]
         ]
         if session.gpu is not None:
             right = _runnable(right, case)
-        session.say(f"timing {case.title}: {len(right)} implementations, {session.rounds} rounds")
+        session.log(f"timing {case.title}: {len(right)} implementations, {session.rounds} rounds")
         if session.gpu is None:
             _time_on_cpu(right, session)
         else:
@@ -136,7 +136,7 @@ def _row(
     case: Case, implementation: BenchImplementation, arguments: Arguments, checker: AccuracyCheck, session: BenchSession
 ) -> dict[str, Any]:
     """Result row of one implementation, checked but not yet timed."""
-    session.say(f"checking {case.title} by {implementation.ran}")
+    session.log(f"checking {case.title} by {implementation.ran}")
     row: dict[str, Any] = {
         **asdict(case),
         "packed_sequences": len(packed_lengths(case.name)) or None,
@@ -188,7 +188,7 @@ def _in_other_processes(
     if session.cold:
         wanted.append(("first_call_seconds", "first_call_missing", memory.first_call))
     for figure, missing, ask in wanted:
-        session.say(f"measuring {figure} of {case.title} by {implementation.ran}")
+        session.log(f"measuring {figure} of {case.title} by {implementation.ran}")
         request = {**asdict(case), "ran": implementation.ran, "contender": implementation.name}
         try:
             answer = ask(request | {"threads": torch.get_num_threads()})
@@ -204,14 +204,14 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     case = Case(**{**request, "shape": Shape(**request["shape"])})
     peers = [PEERS[name]] if name != OURS else []
     (implementation,) = (c for c in implementations_of(case, peers, list(VARIANTS)) if c.ran == ran)
-    call = prepared(implementation, case, case.arguments())
+    call = make_call(implementation, case, case.arguments())
     if what == "first call":
         if case.backward:
             memory.first_backward(case.device)
         wait(case)
         return memory.seconds(call, lambda: wait(case))
     few = replace(case, shape=replace(case.shape, B=1, T=min(case.shape.T, 64)))
-    return memory.peak(prepared(implementation, few, few.arguments()), call)
+    return memory.peak(make_call(implementation, few, few.arguments()), call)
 
 
 def wait(case: Case) -> None:

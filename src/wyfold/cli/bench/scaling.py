@@ -30,7 +30,7 @@ from wyfold.cli.bench.implementations import (
     BenchImplementation,
     gradients_of,
     implementations_of,
-    prepared,
+    make_call,
 )
 from wyfold.cli.bench.peers import Peer
 from wyfold.cli.bench.runner import error_line, release_memory, wait
@@ -129,7 +129,7 @@ def run(
     record["command"] = f"torchrun --nproc-per-node {world.processes} -m {record['command']}"
     stem = f"{stem}-ranks{world.processes}"
     for peer in peers if world.is_main else ():
-        if peer.shares is None:
+        if peer.make_cp_context is None:
             results.say(f"{peer.name}: has no context parallelism; left out")
     failed = False
     try:
@@ -180,7 +180,7 @@ def _implementations_on(
     case: Case, peers: Sequence[Peer], count: int
 ) -> Iterator[tuple[BenchImplementation, Peer | None]]:
     """Wyfold on any number of ranks; peers with context parallelism on more than one."""
-    able = [peer for peer in peers if peer.shares is not None] if count > 1 else []
+    able = [peer for peer in peers if peer.make_cp_context is not None] if count > 1 else []
     for implementation in implementations_of(case, able):
         yield implementation, next((peer for peer in able if peer.name == implementation.name), None)
 
@@ -208,11 +208,12 @@ def _on_ranks(
         if name != "cu_seqlens"
     }
     entry.arguments["cp_context"] = context
-    if peer is not None and peer.shares is not None:
+    if peer is not None and peer.make_cp_context is not None:
         ends = bounds if bounds is not None else torch.tensor([0, case.shape.T], device=world.device)
-        shares = peer.shares
+        make_cp_context = peer.make_cp_context
         entry.implementation = replace(
-            implementation, prepare=lambda given: implementation.prepare(given) | {"cp_context": shares(ends, group)}
+            implementation,
+            prepare=lambda given: implementation.prepare(given) | {"cp_context": make_cp_context(ends, group)},
         )
     return entry
 
@@ -336,7 +337,7 @@ def _local_call(case: Case, entry: RankedImplementation, arguments: Arguments) -
     if entry.arguments is None:
         return None
     fed = entry.shared(case.incoming(arguments)) if case.backward else None
-    return prepared(entry.implementation, case, entry.arguments, fed)
+    return make_call(entry.implementation, case, entry.arguments, fed)
 
 
 def _interleaved(
@@ -344,7 +345,7 @@ def _interleaved(
 ) -> list[list[float]]:
     """Milliseconds of every run in every round, on the slowest rank."""
     times: list[list[float]] = [[] for _ in runs]
-    for turn in timing.order(len(runs), rounds):
+    for turn in timing.round_order(len(runs), rounds):
         for which in turn:
             world.barrier()
             wait(case)

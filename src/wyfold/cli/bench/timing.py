@@ -52,7 +52,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Turns:
+class CallTimes:
     """Times of one implementation, one number per call.
 
     Attributes:
@@ -64,7 +64,7 @@ class Turns:
     host: list[float]
 
 
-def order(count: int, rounds: int) -> list[list[int]]:
+def round_order(count: int, rounds: int) -> list[list[int]]:
     """Order of the implementations in each round: all of them, each round starting with the next one."""
     return [[(i + turn) % count for i in range(count)] for turn in range(rounds)]
 
@@ -74,7 +74,7 @@ def interleaved(runs: Sequence[Run], rounds: int) -> list[list[float]]:
     for run in runs:
         run()
     times: list[list[float]] = [[] for _ in runs]
-    for turn in order(len(runs), rounds):
+    for turn in round_order(len(runs), rounds):
         for which in turn:
             began = time.perf_counter_ns()
             runs[which]()
@@ -107,18 +107,18 @@ class Gpu:
         """Flush the L2 cache by writing more than it holds."""
         self.cache.fill_(1)
 
-    def interleaved(self, runs: Sequence[Run], rounds: int) -> list[Turns]:
+    def interleaved(self, runs: Sequence[Run], rounds: int) -> list[CallTimes]:
         """Device and host times of every run, in interleaved bursts after one warm-up run each."""
         for run in runs:
             run()
-        turns = [Turns([], []) for _ in runs]
+        turns = [CallTimes([], []) for _ in runs]
         torch.cuda.synchronize()
-        for turn in order(len(runs), rounds):
+        for turn in round_order(len(runs), rounds):
             for which in turn:
                 self._burst(runs[which], turns[which])
         return turns
 
-    def _burst(self, run: Run, turns: Turns) -> None:
+    def _burst(self, run: Run, turns: CallTimes) -> None:
         marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(BURST)]
         for begin, end in marks:
             self.flush()

@@ -51,12 +51,12 @@ def _split_and_compose(rule: str, result: CheckResult) -> None:
     spec = OPERATOR_SPECS[RULES[rule]]
     arguments = spec.arguments(Shape(2, 70, 2, 4, 16, 24), torch.float64, result.scope.seed)
     whole = measured(spec.truth, arguments, spec.outputs, seed=result.scope.seed)
-    halves = measured(lambda a: in_two(spec, a, 32), arguments, spec.outputs, seed=result.scope.seed)
+    halves = measured(lambda a: in_two_calls(spec, a, 32), arguments, spec.outputs, seed=result.scope.seed)
     for name in whole:
         result.error(error.rms(halves[name], whole[name]), AGREE, f"{rule} in two calls: {name}")
 
 
-def in_two(spec: OperatorSpec, arguments: Arguments, cut: int) -> tuple[Tensor, ...]:
+def in_two_calls(spec: OperatorSpec, arguments: Arguments, cut: int) -> tuple[Tensor, ...]:
     """Outputs of two calls: on the tokens before `cut`, and on the others from the final state of the first call."""
     before, *states = spec.ours(tokens(arguments, slice(0, cut)))
     handed = dict(zip(("initial_state", "initial_state_bias"), states))
@@ -88,7 +88,7 @@ def _finite_differences(rule: str, seed: int) -> bool:
 EXACT_CASES = 200
 
 
-def index_and_mask(scope: Scope) -> CheckResult:
+def exact_answers(scope: Scope) -> CheckResult:
     """Check 2: with one-hot keys, beta 0 or 1 and integer values the answers are integers, which must be exact."""
     result = CheckResult(scope, promised=EXACT_CASES)
     generator = torch.Generator().manual_seed(scope.seed)
@@ -109,7 +109,7 @@ def index_and_mask(scope: Scope) -> CheckResult:
         if "g" in drawn:  # the weak gate between resets would not be exact
             drawn["g"] = torch.where(drawn["g"].isinf(), -math.inf, 0.0).to(drawn["g"])
         drawn["q"] = inputs.KEYS["one-hot"](tuple(drawn["q"].shape), generator).to(dtype)
-        truth = written_last(drawn, lengths)
+        truth = dictionary_reference(drawn, lengths)
         cu = None if lengths is None else torch.tensor([0, *itertools.accumulate(lengths)])
         o, _ = getattr(wyfold, RULES[rule])(**drawn, scale=1.0, cu_seqlens=cu)
         result.case(torch.equal(o, truth), f"case {number}: {rule} {shape} {gate} {dtype} lengths {lengths}")
@@ -122,7 +122,7 @@ def _lengths(total: int, generator: torch.Generator) -> list[int]:
     return [end - start for start, end in itertools.pairwise([0, *cuts, total])]
 
 
-def written_last(arguments: Arguments, lengths: list[int] | None) -> Tensor:
+def dictionary_reference(arguments: Arguments, lengths: list[int] | None) -> Tensor:
     """Reference by a dictionary: a query returns the last value written under its key, or zero.
 
     Args:
@@ -244,7 +244,7 @@ def float32_means_float32(scope: Scope) -> CheckResult:
 
 CHECKS = (
     Check(1, "all definitions agree", "relative error <= 1e-10, float64", definitions_agree),
-    Check(2, "index and mask errors cannot hide", f"0 bits, >= {EXACT_CASES} cases", index_and_mask),
+    Check(2, "index and mask errors cannot hide", f"0 bits, >= {EXACT_CASES} cases", exact_answers),
     Check(5, "correlated keys", "84 of 84 finite and within the rule of acceptance", correlated_keys),
     Check(6, "every gate is legal", "finite; decays within 1e-3; gradients within the rule of acceptance", every_gate),
     Check(7, "float32 stays float32 under TF32", "o <= 1e-5, gradients <= 1e-4", float32_means_float32),

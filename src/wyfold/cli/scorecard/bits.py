@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from wyfold.cli.operators import OPERATOR_SPECS, Arguments, Named, OperatorSpec, bound, incoming, measured, widened
-from wyfold.cli.scorecard.accuracy import DELTA, RULES, in_two
+from wyfold.cli.scorecard.accuracy import DELTA, RULES, in_two_calls
 from wyfold.cli.scorecard.check import Check, CheckResult, Scope
 from wyfold.reference import error, inputs
 from wyfold.reference.shapes import Shape
@@ -35,7 +35,7 @@ class _Draw:
         return int(torch.randint(end, (), generator=self.generator))
 
 
-def some_call(
+def draw_call(
     rule: str, number: int, T: int, *, sequences: int | None, B: int = 1, seed: int = 0
 ) -> tuple[OperatorSpec, Arguments]:
     """Draw a small call of a rule's chunk form. Over many numbers, all options of the rule occur.
@@ -64,7 +64,7 @@ def some_call(
     return OPERATOR_SPECS[RULES[rule]], drawn | {"output_final_state": True}
 
 
-def differing(one: Named, other: Named) -> str:
+def differing_tensors(one: Named, other: Named) -> str:
     """Names of the tensors whose bits differ between two results. NaN equals NaN."""
     return ", ".join(name for name in one if not _same_bits(one[name], other[name]))
 
@@ -83,19 +83,25 @@ def packed_equals_separate(scope: Scope) -> CheckResult:
         draw = _Draw(scope.seed + number)
         lengths = [draw.pick(0, 1, 2, 15, 16, 17, 40, draw.below(90)) for _ in range(draw.pick(1, 2, 3, 4))]
         spare = draw.pick(0, 0, 3)
-        spec, arguments = some_call(rule, number, sum(lengths) + spare, sequences=len(lengths), seed=scope.seed)
+        spec, arguments = draw_call(rule, number, sum(lengths) + spare, sequences=len(lengths), seed=scope.seed)
         cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=(torch.int64, torch.int32)[number % 2])
         rows = [slice(int(cu[n]), int(cu[n + 1])) for n in range(len(lengths))]
-        wrong = _alone(spec, arguments | {"cu_seqlens": cu}, [(slice(0, 1), tokens) for tokens in rows], scope.seed)
+        wrong = _differences_from_separate_calls(
+            spec, arguments | {"cu_seqlens": cu}, [(slice(0, 1), tokens) for tokens in rows], scope.seed
+        )
         result.case(not wrong, f"case {number}: {rule}, lengths {lengths}, {spare} spare: {'; '.join(wrong)}")
         if number % 8 == 0:
-            spec, arguments = some_call(rule, number, 1 + draw.below(70), sequences=None, B=3, seed=scope.seed)
-            wrong = _alone(spec, arguments, [(slice(b, b + 1), slice(None)) for b in range(3)], scope.seed)
+            spec, arguments = draw_call(rule, number, 1 + draw.below(70), sequences=None, B=3, seed=scope.seed)
+            wrong = _differences_from_separate_calls(
+                spec, arguments, [(slice(b, b + 1), slice(None)) for b in range(3)], scope.seed
+            )
             result.case(not wrong, f"case {number}: {rule}, batch of 3: {'; '.join(wrong)}")
     return result
 
 
-def _alone(spec: OperatorSpec, arguments: Arguments, places: list[tuple[slice, slice]], seed: int) -> list[str]:
+def _differences_from_separate_calls(
+    spec: OperatorSpec, arguments: Arguments, places: list[tuple[slice, slice]], seed: int
+) -> list[str]:
     """Differences between one call of all sequences and a call of each sequence alone.
 
     Args:
@@ -110,7 +116,7 @@ def _alone(spec: OperatorSpec, arguments: Arguments, places: list[tuple[slice, s
     for n, (rows, some) in enumerate(places):
         alone = measured(spec.ours, _part(shared, rows, some, n), spec.outputs, fed=_part(fed, rows, some, n))
         own = {name: x for name, x in together.items() if name in (*PER_TOKEN, *PER_SEQUENCE)}
-        names = differing(_part(own, rows, some, n), alone)
+        names = differing_tensors(_part(own, rows, some, n), alone)
         wrong += [f"sequence {n}: {names}"] if names else []
     return wrong
 
@@ -133,7 +139,7 @@ def _part(tensors: Arguments, rows: slice, some: slice, n: int) -> Arguments:
 # --- check 13: causality ----------------------------------------------------------------------------------------------
 
 
-def past_is_closed(scope: Scope) -> CheckResult:
+def outputs_are_causal(scope: Scope) -> CheckResult:
     """Check 13: changed inputs from a token on change no bit of earlier outputs, nor of the gradients of those."""
     result = CheckResult(scope, promised=CAUSAL_CASES)
     for number in range(scope.count(CAUSAL_CASES)):
@@ -141,14 +147,14 @@ def past_is_closed(scope: Scope) -> CheckResult:
         draw = _Draw(scope.seed + number)
         T = 2 + draw.below(100)
         t = 1 + draw.below(T - 1)
-        spec, arguments = some_call(rule, number, T, sequences=None, B=1 + number % 2, seed=scope.seed)
-        _, others = some_call(rule, number, T, sequences=None, B=1 + number % 2, seed=scope.seed + 10_000)
+        spec, arguments = draw_call(rule, number, T, sequences=None, B=1 + number % 2, seed=scope.seed)
+        _, others = draw_call(rule, number, T, sequences=None, B=1 + number % 2, seed=scope.seed + 10_000)
         changed = {
             name: torch.cat([x[:, :t], others[name][:, t:]], dim=1) if name in PER_TOKEN else x
             for name, x in arguments.items()
         }
         before, after = (_prefix(spec, a, t, scope.seed) for a in (arguments, changed))
-        names = differing(before, after)
+        names = differing_tensors(before, after)
         result.case(not names, f"case {number}: {rule}, T {T}, changed from {t} on: {names}")
     return result
 
@@ -171,14 +177,14 @@ def split_equals_whole(scope: Scope) -> CheckResult:
     result = CheckResult(scope)
     T = 200
     for rule, number in itertools.product(RULES, range(scope.count(10))):
-        spec, arguments = some_call(rule, 4 * number, T, sequences=None, seed=scope.seed)
+        spec, arguments = draw_call(rule, 4 * number, T, sequences=None, seed=scope.seed)
         whole = dict(zip(spec.outputs, spec.ours(arguments)))
         for cut in (64, 128, 192):
-            halves = dict(zip(spec.outputs, in_two(spec, arguments, cut)))
-            names = differing(whole, halves)
+            halves = dict(zip(spec.outputs, in_two_calls(spec, arguments, cut)))
+            names = differing_tensors(whole, halves)
             result.case(not names, f"{rule}, case {number}, cut at {cut}: {names}")
         if rule in DELTA:  # a split inside a mini-batch of TTT-Linear changes the model
-            halves = dict(zip(spec.outputs, in_two(spec, arguments, 1 + 7 * number)))
+            halves = dict(zip(spec.outputs, in_two_calls(spec, arguments, 1 + 7 * number)))
             truth = dict(zip(spec.outputs, spec.truth(widened(arguments))))
             found = [error.judge(x, truth[name], name=name, target=bound(name, x.dtype)) for name, x in halves.items()]
             lines = [str(verdict) for verdict in found if not verdict.passed]
@@ -248,13 +254,13 @@ STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
 """Name of a memory layout -> function that stores a tensor so. Expanded layouts repeat the first slice."""
 
 
-def memory_layout(scope: Scope) -> CheckResult:
+def strides_do_not_matter(scope: Scope) -> CheckResult:
     """Check 15: every argument and output gradient in every layout gives the bits of contiguous tensors."""
     result = CheckResult(scope, promised=12 * len(RULES))
     kinds = dict(itertools.islice(STRIDES.items(), 0, None, 7 if scope.quick else 1))
     for rule in RULES:
         number = 2 if rule in DELTA[1:] else 0  # with the model's gate, so that its parameters are arguments
-        spec, arguments = some_call(rule, number, 37, sequences=None, B=2, seed=scope.seed)
+        spec, arguments = draw_call(rule, number, 37, sequences=None, B=2, seed=scope.seed)
         with torch.no_grad():
             fed = incoming(dict(zip(spec.outputs, spec.ours(arguments))), scope.seed)
         usual = measured(spec.ours, arguments, spec.outputs, fed=fed)
@@ -269,7 +275,7 @@ def memory_layout(scope: Scope) -> CheckResult:
             expected = (
                 usual if "expanded" not in kind else _with(spec, arguments, fed, tensors, name, strange.contiguous())
             )
-            names = differing(expected, _with(spec, arguments, fed, tensors, name, strange))
+            names = differing_tensors(expected, _with(spec, arguments, fed, tensors, name, strange))
             result.case(not names, f"{rule}, {'incoming ' if tensors is fed else ''}{name} {kind}: {names}")
     return result
 
@@ -286,25 +292,25 @@ def _with(spec: OperatorSpec, arguments: Arguments, fed: Named, tensors: Argumen
 THREADS = 8
 
 
-def nothing_is_stale(scope: Scope) -> CheckResult:
+def no_stale_state(scope: Scope) -> CheckResult:
     """Check 29: boundaries edited in place, alternating shapes and concurrent threads do not change a bit."""
     result = CheckResult(scope)
     for rule in RULES:
-        spec, arguments = some_call(rule, 0, 70, sequences=2, seed=scope.seed)
+        spec, arguments = draw_call(rule, 0, 70, sequences=2, seed=scope.seed)
         cu = torch.tensor([0, 30, 70])
         arguments["cu_seqlens"] = cu
         measured(spec.ours, arguments, spec.outputs)
         cu[1] = 17
         edited = measured(spec.ours, arguments, spec.outputs)
         fresh = measured(spec.ours, arguments | {"cu_seqlens": torch.tensor([0, 17, 70])}, spec.outputs)
-        names = differing(fresh, edited)
+        names = differing_tensors(fresh, edited)
         result.case(not names, f"{rule}, boundaries edited in place: {names}")
     calls = [
-        some_call(rule, n, T, sequences=None, seed=scope.seed) for rule in RULES for n, T in enumerate((1, 33, 64, 70))
+        draw_call(rule, n, T, sequences=None, seed=scope.seed) for rule in RULES for n, T in enumerate((1, 33, 64, 70))
     ]
     alone = [_run(call) for call in calls]
     for number, call in [*enumerate(calls), *reversed(list(enumerate(calls)))]:
-        names = differing(alone[number], _run(call))
+        names = differing_tensors(alone[number], _run(call))
         result.case(not names, f"call {number} among other shapes: {names}")
     for number, names in enumerate(_at_once(calls, alone)):
         result.case(not names, f"thread {number} of {THREADS}: {names}")
@@ -324,7 +330,9 @@ def _at_once(calls: list[tuple[OperatorSpec, Arguments]], alone: list[Named]) ->
     def work(number: int) -> None:
         gate.wait()
         order = [(number + i) % len(calls) for i in range(len(calls))]
-        found[number] = "; ".join(f"call {i}: {names}" for i in order if (names := differing(alone[i], _run(calls[i]))))
+        found[number] = "; ".join(
+            f"call {i}: {names}" for i in order if (names := differing_tensors(alone[i], _run(calls[i])))
+        )
 
     workers = [threading.Thread(target=work, args=(number,)) for number in range(THREADS)]
     for worker in workers:
@@ -336,13 +344,15 @@ def _at_once(calls: list[tuple[OperatorSpec, Arguments]], alone: list[Named]) ->
 
 CHECKS = (
     Check(12, "packed equals separate", f"0 bits, >= {PACKINGS} packings x four rules", packed_equals_separate),
-    Check(13, "outputs do not depend on later tokens", f"0 bits, >= {CAUSAL_CASES} cases", past_is_closed),
+    Check(13, "outputs do not depend on later tokens", f"0 bits, >= {CAUSAL_CASES} cases", outputs_are_causal),
     Check(
         14,
         "split equals unsplit",
         "0 bits at multiples of 64; elsewhere within the float32 targets",
         split_equals_whole,
     ),
-    Check(15, "strides do not matter", "0 bits, >= 12 stride kinds on every argument and gradient", memory_layout),
-    Check(29, "no stale state", "0 bits", nothing_is_stale),
+    Check(
+        15, "strides do not matter", "0 bits, >= 12 stride kinds on every argument and gradient", strides_do_not_matter
+    ),
+    Check(29, "no stale state", "0 bits", no_stale_state),
 )

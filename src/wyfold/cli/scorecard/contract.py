@@ -46,16 +46,16 @@ def launches_counted() -> Iterator[list[str]]:
         table.kernel_module = usual
 
 
-def bad_input_is_named(scope: Scope) -> CheckResult:
+def invalid_arguments_are_named(scope: Scope) -> CheckResult:
     """Check 17: every invalid call is refused before any launch, by argument, expected and given value."""
     result = CheckResult(scope, promised=REFUSED)
     for refusal in REFUSALS[:: 10 if scope.quick else 1]:
-        failure = refused(refusal)
+        failure = refusal_fault(refusal)
         result.case(not failure, f"{refusal}: {failure}")
     return result
 
 
-def refused(refusal: Refusal) -> str:
+def refusal_fault(refusal: Refusal) -> str:
     """Why the refusal of an invalid call is insufficient; empty if it is good."""
     arguments = refusal.arguments()
     with launches_counted() as launched:
@@ -117,14 +117,14 @@ def pairwise(seed: int) -> list[Combination]:
         for i in range(len(FACTORS[a]))
         for j in range(len(FACTORS[b]))
     }
-    cells: list[Combination] = []
+    combinations: list[Combination] = []
     while missing:
         must = dict(min(missing))  # so that every combination covers a missing pair
         tries = [_filled(must, names, generator) for _ in range(30)]
         best = max(tries, key=lambda picked: len(missing & _pairs(picked, names)))
         missing -= _pairs(best, names)
-        cells.append({name: FACTORS[name][best[name]] for name in names})
-    return cells
+        combinations.append({name: FACTORS[name][best[name]] for name in names})
+    return combinations
 
 
 def _filled(must: dict[str, int], names: list[str], generator: torch.Generator) -> dict[str, int]:
@@ -136,25 +136,25 @@ def _pairs(picked: dict[str, int], names: list[str]) -> set[tuple[tuple[str, int
     return {((a, picked[a]), (b, picked[b])) for a, b in itertools.combinations(names, 2)}
 
 
-def no_third_outcome(scope: Scope) -> CheckResult:
+def options_are_accurate_or_refused(scope: Scope) -> CheckResult:
     """Check 18: each combination of the delta rules' options is accurate or refused, and runs on the requested backend.
 
     TTT-Linear has other options, which are tested in pairs by the test suite.
     """
-    cells = pairwise(scope.seed)
-    result = CheckResult(scope, promised=len(cells))
-    for number, cell in enumerate(cells[:: 10 if scope.quick else 1]):
-        failure = outcome(cell, scope.seed + number)
-        shown = ", ".join(f"{name} {value}" for name, value in cell.items())
+    combinations = pairwise(scope.seed)
+    result = CheckResult(scope, promised=len(combinations))
+    for number, combination in enumerate(combinations[:: 10 if scope.quick else 1]):
+        failure = outcome(combination, scope.seed + number)
+        shown = ", ".join(f"{name} {value}" for name, value in combination.items())
         result.case(not failure, f"{shown}: {failure}")
     return result
 
 
-def outcome(cell: Combination, seed: int) -> str:
+def outcome(combination: Combination, seed: int) -> str:
     """What is wrong with the outcome of a combination; empty if it is accurate or refused."""
-    arguments, own = cell_arguments(cell, seed)
-    operator = f"{cell['form']}_{cell['rule']}"
-    spec = OperatorSpec(operator, operator, cell["rule"], lambda *_: arguments, ("o", "state"), fixed=own)
+    arguments, own = combination_arguments(combination, seed)
+    operator = f"{combination['form']}_{combination['rule']}"
+    spec = OperatorSpec(operator, operator, combination["rule"], lambda *_: arguments, ("o", "state"), fixed=own)
     for backend in MISSING:
         try:
             replace(spec, fixed=own | {"backend": backend}).ours(arguments)
@@ -164,7 +164,7 @@ def outcome(cell: Combination, seed: int) -> str:
         else:
             return f"{backend} was demanded, and something else ran"
     plan = wyfold.explain(getattr(wyfold, operator), **arguments, **own)
-    if plan.backend != (cell["backend"] or "eager"):
+    if plan.backend != (combination["backend"] or "eager"):
         return f"{plan.backend} would run"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -173,43 +173,45 @@ def outcome(cell: Combination, seed: int) -> str:
     return "; ".join(failed)
 
 
-def cell_arguments(cell: Combination, seed: int) -> tuple[Arguments, Arguments]:
+def combination_arguments(combination: Combination, seed: int) -> tuple[Arguments, Arguments]:
     """Arguments of a combination for operator and loop, and for the operator alone. Skips options the rule lacks."""
-    (H, HV), packed = cell["heads"], cell["layout"] in ("packed", "spare rows")
-    shape = Shape(1 if packed else 2, 37, H, HV, cell["K"], cell["V"])
-    gate = cell["gate"] if cell["rule"] == "kda" or cell["gate"] != "model bounded" else "model"
+    (H, HV), packed = combination["heads"], combination["layout"] in ("packed", "spare rows")
+    shape = Shape(1 if packed else 2, 37, H, HV, combination["K"], combination["V"])
+    gate = combination["gate"] if combination["rule"] == "kda" or combination["gate"] != "model bounded" else "model"
     drawn = inputs.draw(
         "random",
-        cell["rule"],
+        combination["rule"],
         shape,
         gate=gate,
-        beta="logits" if cell["beta"].startswith("logits") else "sigmoid",
-        state=cell["state"],
+        beta="logits" if combination["beta"].startswith("logits") else "sigmoid",
+        state=combination["state"],
         sequences=3 if packed else None,
-        dtype=cell["dtype"],
+        dtype=combination["dtype"],
         seed=seed,
     )
-    if cell["beta"] == "none":
+    if combination["beta"] == "none":
         del drawn["beta"]
-    if cell["beta"] == "logits doubled":
+    if combination["beta"] == "logits doubled":
         drawn["allow_neg_eigval"] = True
     if packed:
-        drawn["cu_seqlens"] = torch.tensor([0, 20, 20, 37 if cell["layout"] == "packed" else 30], dtype=torch.int32)
-    if cell["layout"] == "transposed":
+        drawn["cu_seqlens"] = torch.tensor(
+            [0, 20, 20, 37 if combination["layout"] == "packed" else 30], dtype=torch.int32
+        )
+    if combination["layout"] == "transposed":
         drawn |= {name: drawn[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("q", "k", "v")}
-    if cell["v_first"] and "initial_state" in drawn:
+    if combination["v_first"] and "initial_state" in drawn:
         drawn["initial_state"] = drawn["initial_state"].mT
-    if cell["safe"] and cell["rule"] == "kda" and not gate.startswith("model"):
+    if combination["safe"] and combination["rule"] == "kda" and not gate.startswith("model"):
         drawn["safe_gate"] = True
     drawn |= {
         "output_final_state": True,
-        "use_qk_l2norm_in_kernel": cell["norm"],
-        "state_v_first": cell["v_first"],
-        "state_dtype": cell["state_dtype"],
+        "use_qk_l2norm_in_kernel": combination["norm"],
+        "state_v_first": combination["v_first"],
+        "state_dtype": combination["state_dtype"],
     }
-    own: Arguments = {"backend": cell["backend"]}
-    if cell["form"] == "chunk":
-        own |= {"chunk_size": cell["chunk_size"], "disable_recompute": not cell["recompute"]}
+    own: Arguments = {"backend": combination["backend"]}
+    if combination["form"] == "chunk":
+        own |= {"chunk_size": combination["chunk_size"], "disable_recompute": not combination["recompute"]}
     return drawn, own
 
 
@@ -321,7 +323,7 @@ def registered() -> set[str]:
     return {name for name in names if name.startswith("wyfold::") and not name.startswith("wyfold::delta_rank_")}
 
 
-def real_operators(scope: Scope) -> CheckResult:
+def registered_operators(scope: Scope) -> CheckResult:
     """Check 26: opcheck on every registered operator; full graphs with backward, two compiles for ten lengths."""
     calls, some = recorded_calls(scope.seed), slice(None, None, 10 if scope.quick else 1)
     result = CheckResult(scope, promised=len(calls) + len(OPERATOR_SPECS))
@@ -370,14 +372,14 @@ CHECKS = (
         17,
         "invalid arguments are named before any launch",
         f">= {REFUSED} kinds; argument, expected, got; 0 launches",
-        bad_input_is_named,
+        invalid_arguments_are_named,
     ),
     Check(
         18,
         "every combination is accurate or refused",
         "every pair of options accurate or refused; 0 silent fallbacks",
-        no_third_outcome,
+        options_are_accurate_or_refused,
     ),
     Check(19, "every length", "all pass; padding exactly 0; states copied exactly", every_length),
-    Check(26, "operators of PyTorch", "opcheck passes; 0 breaks; <= 2 compiles for 10 lengths", real_operators),
+    Check(26, "operators of PyTorch", "opcheck passes; 0 breaks; <= 2 compiles for 10 lengths", registered_operators),
 )

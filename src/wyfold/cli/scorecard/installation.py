@@ -45,7 +45,7 @@ FIRST_USE = """
 """
 
 
-def first_use_is_quick(scope: Scope) -> CheckResult:
+def first_use_is_fast(scope: Scope) -> CheckResult:
     """Check 39: seconds of `import wyfold` after torch, and of a layer's first use, in fresh processes."""
     result = CheckResult(scope)
     imports = [_fresh(IMPORTING) for _ in range(1 if scope.quick else 3)]
@@ -89,7 +89,7 @@ FROM_WHEEL = """
 """Code of a first backward from the wheel, with all optional packages blocked."""
 
 
-def installs_and_stays_clean(scope: Scope) -> CheckResult:
+def package_is_clean(scope: Scope) -> CheckResult:
     """Check 40: torch is the only dependency, the wheel is reproducible and runs alone, and no code is unsafe."""
     result = CheckResult(scope)
     for file in sorted(PACKAGE.rglob("*.py")):
@@ -129,7 +129,7 @@ def unsafe(text: str, *, in_cli: bool) -> list[str]:
 def _wheel(result: CheckResult, scratch: Path) -> None:
     first, second = (
         _build(SOURCES, scratch / "first"),
-        _build(_elsewhere(scratch / "another place"), scratch / "second"),
+        _build(_copied_sources(scratch / "another place"), scratch / "second"),
     )
     result.case(first.read_bytes() == second.read_bytes(), "two builds of the wheel differ")
     inside = scratch / "installed"
@@ -150,7 +150,7 @@ def _wheel(result: CheckResult, scratch: Path) -> None:
     result.case(ran["finite"] and ran["from"].startswith(str(inside)), f"the wheel by itself: {ran}")
 
 
-def _elsewhere(place: Path) -> Path:
+def _copied_sources(place: Path) -> Path:
     """Copy of the source tree with current modification times."""
     place.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
@@ -172,12 +172,12 @@ CHECKS = (
         39,
         "first use is fast",
         "layer forward + backward <= 20 s; import <= 1 s over torch; no CUDA start",
-        first_use_is_quick,
+        first_use_is_fast,
     ),
     Check(
         40,
         "reproducible, clean package",
         "torch only; byte-identical wheel; 0 pickle, eval, shell, network",
-        installs_and_stays_clean,
+        package_is_clean,
     ),
 )

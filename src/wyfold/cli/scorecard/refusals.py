@@ -46,10 +46,10 @@ class Refusal:
     def arguments(self) -> Arguments:
         """Keyword arguments of the invalid call, without those that are `DROPPED`."""
         right = right_arguments(self.operator)
-        return {name: x for name, x in (right | self.spoil(right)).items() if x is not DROPPED}
+        return {name: x for name, x in (right | self.spoil(right)).items() if x is not OMITTED}
 
 
-DROPPED = object()
+OMITTED = object()
 
 
 def right_arguments(operator: str, seed: int = 0) -> Arguments:
@@ -73,7 +73,7 @@ def _grown(x: Tensor, dim: int, size: int) -> Tensor:
 def _packed(right: Arguments, cu: Any, *, B: int = 1) -> Arguments:
     """Arguments of a packed call: the first `B` rows of the tokens, and boundaries."""
     tokens: Arguments = {name: right[name][:B] for name in ("q", "k", "v", "g", "beta", "eta") if name in right}
-    dropped: Arguments = {name: DROPPED for name in ("initial_state", "initial_state_bias") if name in right}
+    dropped: Arguments = {name: OMITTED for name in ("initial_state", "initial_state_bias") if name in right}
     return {**tokens, **dropped, "cu_seqlens": cu}
 
 
@@ -81,7 +81,7 @@ def _wide(**sizes: int) -> Spoil:
     """Change widths consistently, without initial states."""
 
     def spoil(right: Arguments) -> Arguments:
-        wide = {"initial_state": DROPPED}
+        wide = {"initial_state": OMITTED}
         if "K" in sizes:
             wide |= {name: _grown(right[name], -1, sizes["K"]) for name in ("q", "k")}
             if right["g"].ndim == 4:
@@ -106,7 +106,7 @@ def _of_tokens() -> list[Refusal]:
     meta = lambda name: lambda right: {name: right[name].to("meta")}
     return [
         Refusal(GDN, "q", "is a list", lambda r: {"q": r["q"].tolist()}, TypeError),
-        Refusal(GDN, "q", "is missing", _set(q=DROPPED), TypeError),
+        Refusal(GDN, "q", "is missing", _set(q=OMITTED), TypeError),
         Refusal(GDN, "q", "without a batch", lambda r: {"q": r["q"][0]}),
         Refusal(GDN, "q", "of integers", lambda r: {"q": r["q"].int()}),
         Refusal(GDN, "q", "complex", lambda r: {"q": r["q"].to(torch.complex64)}),
@@ -118,9 +118,9 @@ def _of_tokens() -> list[Refusal]:
         Refusal(GDN, "k", "on another device", meta("k")),
         Refusal(GDN, "v", "without heads", lambda r: {"v": r["v"][:, :, 0]}),
         Refusal(GDN, "v", "in another dtype", lambda r: {"v": r["v"].double()}),
-        Refusal(GDN, "v", "with 3 heads over 2", lambda r: {"v": _cut(r["v"], 2, 3), "g": DROPPED, "beta": DROPPED}),
+        Refusal(GDN, "v", "with 3 heads over 2", lambda r: {"v": _cut(r["v"], 2, 3), "g": OMITTED, "beta": OMITTED}),
         Refusal(
-            GDN, "v", "with fewer heads than k", lambda r: {"v": _cut(r["v"], 2, 1), "g": DROPPED, "beta": DROPPED}
+            GDN, "v", "with fewer heads than k", lambda r: {"v": _cut(r["v"], 2, 1), "g": OMITTED, "beta": OMITTED}
         ),
         Refusal(GDN, "v", "head first", lambda r: {"v": r["v"].transpose(1, 2)}),
         Refusal(GDN, "g", "per channel", lambda r: {"g": r["g"][..., None].expand(-1, -1, -1, 16)}),
@@ -270,7 +270,7 @@ def _of_others() -> list[Refusal]:
             TTT,
             "v",
             "of another width than k",
-            lambda r: {name: _grown(r[name], -1, 24) for name in ("v", "w", "b")} | {"initial_state": DROPPED},
+            lambda r: {name: _grown(r[name], -1, 24) for name in ("v", "w", "b")} | {"initial_state": OMITTED},
         ),
         Refusal(TTT, "w", "without heads", lambda r: {"w": r["w"][0]}),
         Refusal(TTT, "b", "of another width", lambda r: {"b": _cut(r["b"], 1, 8)}),
