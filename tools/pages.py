@@ -28,10 +28,11 @@ COPIED = ("changelog", "contributing", "security")
 
 
 def unit(*shape: int) -> torch.Tensor:
+    """Random rows of unit length, float64."""
     return wyfold.l2norm(torch.randn(*shape, dtype=torch.float64))
 
 
-def beside(axes: Axes) -> None:
+def legend_at_right(axes: Axes) -> None:
     """Put the legend to the right of the plot, where it covers no data."""
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 
@@ -51,7 +52,7 @@ def delta_rule(figure: Figure) -> None:
     for name, values in errors.items():
         axes.plot(counts, values, label=name)
     axes.set(xlabel="pairs stored, K = 64", ylabel="relative error of the values read", ylim=(0, None))
-    beside(axes)
+    legend_at_right(axes)
 
 
 def gated_delta_rule(figure: Figure) -> None:
@@ -66,24 +67,24 @@ def gated_delta_rule(figure: Figure) -> None:
         o, _ = wyfold.chunk_gated_delta_rule(k, k, torch.ones_like(k), gates, beta, scale=1.0)
         axes.plot(o[0, :, 0, 0], label=f"g = {g:g}")
     axes.set(xlabel="tokens since the write", ylabel="value read with its key")
-    beside(axes)
+    legend_at_right(axes)
 
 
 def kda(figure: Figure) -> None:
     """A write along each of four channels, each with its own decay."""
     axes = figure.subplots()
-    T, paces = 200, (-0.002, -0.01, -0.03, -0.1)
-    for channel, pace in enumerate(paces):
+    T, decays = 200, (-0.002, -0.01, -0.03, -0.1)
+    for channel, decay in enumerate(decays):
         k = torch.zeros(1, T, 1, 8, dtype=torch.float64)
         k[..., channel] = 1
         g = torch.zeros(1, T, 1, 8, dtype=torch.float64)
-        g[..., :4] = torch.tensor(paces, dtype=torch.float64)
+        g[..., :4] = torch.tensor(decays, dtype=torch.float64)
         beta = torch.zeros(1, T, 1, dtype=torch.float64)
         beta[:, 0] = 1
         o, _ = wyfold.chunk_kda(k, k, torch.ones_like(k), g, beta, scale=1.0)
-        axes.plot(o[0, :, 0, 0], label=f"channel {channel}: g = {pace:g}")
+        axes.plot(o[0, :, 0, 0], label=f"channel {channel}: g = {decay:g}")
     axes.set(xlabel="tokens since the write", ylabel="value read with its key")
-    beside(axes)
+    legend_at_right(axes)
 
 
 def ttt_linear(figure: Figure) -> None:
@@ -109,11 +110,11 @@ def ttt_linear(figure: Figure) -> None:
             states = {"initial_state": S, "initial_state_bias": c}
         axes.plot([16 * n for n in range(len(losses))], losses, label=f"eta = {eta:g}")
     axes.set(xlabel="tokens read; the same 32 repeat", ylabel="mean squared error", ylim=(0, None))
-    beside(axes)
+    legend_at_right(axes)
 
 
 def conv(figure: Figure) -> None:
-    """An impulse through four filters."""
+    """An impulse through three filters."""
     axes = figure.subplots()
     x = torch.zeros(1, 12, 3, dtype=torch.float64)
     x[:, 1] = 1
@@ -122,7 +123,7 @@ def conv(figure: Figure) -> None:
     for channel in range(3):
         axes.plot(y[0, :, channel], "o-", label=f"weight {weight[channel].tolist()}")
     axes.set(xlabel="token; the input is one at token 1", ylabel="output")
-    beside(axes)
+    legend_at_right(axes)
 
 
 def norms_and_gates(figure: Figure) -> None:
@@ -137,7 +138,7 @@ def norms_and_gates(figure: Figure) -> None:
     bounded = wyfold.fused_kda_gate(raw.view(1, -1, 1, 1).expand(1, 200, 1, 8).contiguous(), lower_bound=-5.0)
     axes.plot(raw, bounded[0, :, 0, 0].exp(), label="bounded by -5")
     axes.set(xlabel="raw projection", ylabel="decay exp(g) of one token")
-    beside(axes)
+    legend_at_right(axes)
 
 
 def triangles(figure: Figure) -> None:
@@ -165,7 +166,7 @@ def parity(figure: Figure) -> None:
     axes.set(
         xticks=range(T), xticklabels=[f"{int(bit)}" for bit in bits], xlabel="input", ylabel="state", ylim=(-0.1, 1.1)
     )
-    beside(axes)
+    legend_at_right(axes)
 
 
 PLOTS: tuple[Callable[[Figure], None], ...] = (
