@@ -243,8 +243,8 @@ def _window(p_x, s_x, p_state, s_state, n, start, t, N, S, last, o_d, m_d, W: tl
     """The W - 1 inputs before token t of sequence n, oldest first."""
     window: tl.tuple = ()
     for i in tl.static_range(W - 1):
-        at = t - (W - 1) + i
-        window = window + (_input(p_x, s_x, p_state, s_state, n, start, at, N, S, last, o_d, m_d),)
+        token = t - (W - 1) + i
+        window = window + (_input(p_x, s_x, p_state, s_state, n, start, token, N, S, last, o_d, m_d),)
     return window
 
 
@@ -276,7 +276,7 @@ def _output(
 
 
 @triton.jit
-def _through(window, w, b_bias, b_dy, exists, p_bias, ACTIVATED: tl.constexpr, W: tl.constexpr):
+def _activation_gradient(window, w, b_bias, b_dy, exists, p_bias, ACTIVATED: tl.constexpr, W: tl.constexpr):
     """dp = dy act'(p) of the token at the end of this window; zeros outside sequences."""
     b_d = b_dy
     if ACTIVATED:
@@ -341,7 +341,7 @@ def wyfold_conv_triton(
 
 
 @triton.jit
-def _left(p_dfinal, s_dfinal, n, end, t, N, S, o_d, m_d):
+def _final_grad(p_dfinal, s_dfinal, n, end, t, N, S, o_d, m_d):
     """Gradient of the input at t of sequence n through the final state, of which it is entry S - (end - t)."""
     c = S - (end - t)
     return load_row(p_dfinal, n * s_dfinal[0] + o_d * s_dfinal[1] + c * s_dfinal[2], m_d & (c >= 0) & (n < N))
@@ -378,15 +378,15 @@ def wyfold_conv_bwd_triton(
                 d_rows = _rows(p_dy, s_dy, t, last, o_d, m_d, BT)
                 for i in tl.static_range(BT):
                     full = window + (rows[i],)
-                    b_d = _through(full, w, b_bias, d_rows[i], t + i < last, p_bias, ACTIVATED, W)
+                    b_d = _activation_gradient(full, w, b_bias, d_rows[i], t + i < last, p_bias, ACTIVATED, W)
                     if p_partial is not None:
                         dw = tap_products(full, b_d, dw, W)
                         b_dbias += b_d
                     if p_dx is not None:
                         b_dx, pending = taps_bwd(b_d, w, pending, W)
-                        at = t + i - (W - 1)
-                        mask = m_d & (at >= first) & (at >= start)
-                        tl.store(p_dx + at * s_dx[0] + o_d * s_dx[1], b_dx.to(p_dx.dtype.element_ty), mask=mask)
+                        token = t + i - (W - 1)
+                        mask = m_d & (token >= first) & (token >= start)
+                        tl.store(p_dx + token * s_dx[0] + o_d * s_dx[1], b_dx.to(p_dx.dtype.element_ty), mask=mask)
                     window = full[1:]
             else:
                 for i in range(BT):
@@ -394,12 +394,14 @@ def wyfold_conv_bwd_triton(
                         # Pending gradients belong to a finished sequence: no later token contributes.
                         if p_dx is not None:
                             for k in tl.static_range(W - 1):
-                                at = t + i - (W - 1) + k
-                                mask = m_d & (at >= first) & (at >= start) & (at < limit)
+                                token = t + i - (W - 1) + k
+                                mask = m_d & (token >= first) & (token >= start) & (token < limit)
                                 b_dx = pending[k]
                                 if p_dfinal is not None:
-                                    b_dx += _left(p_dfinal, s_dfinal, n, end, at, N, S_final, o_d, mask)
-                                tl.store(p_dx + at * s_dx[0] + o_d * s_dx[1], b_dx.to(p_dx.dtype.element_ty), mask=mask)
+                                    b_dx += _final_grad(p_dfinal, s_dfinal, n, end, token, N, S_final, o_d, mask)
+                                tl.store(
+                                    p_dx + token * s_dx[0] + o_d * s_dx[1], b_dx.to(p_dx.dtype.element_ty), mask=mask
+                                )
                         n, start, end = _sequence(p_cu, t + i, n, N, T, last, length)
                         window = _window(
                             p_x, s_x, p_state, s_state, n, start, t + i, N, S, last, o_d, m_d, W
@@ -407,18 +409,18 @@ def wyfold_conv_bwd_triton(
                         pending = zeros(W - 1, BD)
                     full = window + _rows(p_x, s_x, t + i, last, o_d, m_d, 1)
                     d_row = _rows(p_dy, s_dy, t + i, last, o_d, m_d, 1)
-                    b_d = _through(full, w, b_bias, d_row[0], t + i < last, p_bias, ACTIVATED, W)
+                    b_d = _activation_gradient(full, w, b_bias, d_row[0], t + i < last, p_bias, ACTIVATED, W)
                     if p_partial is not None:
                         b_own = tl.where(t + i < limit, b_d, 0.0)
                         dw = tap_products(full, b_own, dw, W)
                         b_dbias += b_own
                     if p_dx is not None:
                         b_dx, pending = taps_bwd(b_d, w, pending, W)
-                        at = t + i - (W - 1)
-                        mask = m_d & (at >= first) & (at >= start) & (at < limit)
+                        token = t + i - (W - 1)
+                        mask = m_d & (token >= first) & (token >= start) & (token < limit)
                         if p_dfinal is not None:
-                            b_dx += _left(p_dfinal, s_dfinal, n, end, at, N, S_final, o_d, mask)
-                        tl.store(p_dx + at * s_dx[0] + o_d * s_dx[1], b_dx.to(p_dx.dtype.element_ty), mask=mask)
+                            b_dx += _final_grad(p_dfinal, s_dfinal, n, end, token, N, S_final, o_d, mask)
+                        tl.store(p_dx + token * s_dx[0] + o_d * s_dx[1], b_dx.to(p_dx.dtype.element_ty), mask=mask)
                     window = full[1:]
             sums: tl.tuple = ()
             for i in tl.static_range(W):
@@ -438,7 +440,7 @@ def wyfold_conv_bwd_triton(
         dstate = zeros(W - 1, BD)
         for i in tl.static_range(W - 1):
             full = window + (rows[i],)
-            b_d = _through(full, w, b_bias, d_rows[i], start + i < end, p_bias, ACTIVATED, W)
+            b_d = _activation_gradient(full, w, b_bias, d_rows[i], start + i < end, p_bias, ACTIVATED, W)
             given: tl.tuple = ()
             for k in tl.static_range(W - 1):
                 given = given + ((tl.fma(w[k - i], b_d, dstate[k]) if k >= i else dstate[k]),)
@@ -448,12 +450,12 @@ def wyfold_conv_bwd_triton(
         for i in tl.static_range(W - 1):
             b_dstate = dstate[i]
             if p_dfinal is not None:
-                at = start - (W - 1) + i
-                b_dstate += _left(p_dfinal, s_dfinal, n, end, at, N, S_final, o_d, m_d)
+                token = start - (W - 1) + i
+                b_dstate += _final_grad(p_dfinal, s_dfinal, n, end, token, N, S_final, o_d, m_d)
             tl.store(p_out + (S_dstate - (W - 1) + i) * s_dstate[2], b_dstate, mask=m_d)
         for c in range(S_dstate - (W - 1)):
             b_dstate = tl.zeros((BD,), tl.float32)
             if p_dfinal is not None:
-                at = start - S_dstate + c
-                b_dstate += _left(p_dfinal, s_dfinal, n, end, at, N, S_final, o_d, m_d)
+                token = start - S_dstate + c
+                b_dstate += _final_grad(p_dfinal, s_dfinal, n, end, token, N, S_final, o_d, m_d)
             tl.store(p_out + c * s_dstate[2], b_dstate, mask=m_d)

@@ -111,7 +111,7 @@ class Windows:
                 yield Window(values, tokens, foreign.to(self.device) if foreign.shape[0] else None)
         for edge in self.heads():
             inside = edge.read(x).to(dtype)
-            yield self._window(torch.cat([self._entering(state, edge.sequences, inside), inside], dim=1), edge)
+            yield self._window(torch.cat([self._initial_rows(state, edge.sequences, inside), inside], dim=1), edge)
 
     def after(self, dy: Tensor, dtype: torch.dtype, rows: int) -> Iterator[Window]:
         """Windows of dy [T, D]: every token before its `reach` successors, which end in zeros; edges have at least
@@ -124,15 +124,15 @@ class Windows:
 
     def heads(self) -> Iterator[Edge]:
         """The first `reach` tokens of every sequence."""
-        place = torch.arange(min(self.reach, self.longest))
-        for group in self._groups(place.shape[0]):
-            yield _edge(group, self.begins[group, None] + place, place >= self.lengths[group, None])
+        offsets = torch.arange(min(self.reach, self.longest))
+        for group in self._groups(offsets.shape[0]):
+            yield _edge(group, self.begins[group, None] + offsets, offsets >= self.lengths[group, None])
 
     def tails(self, rows: int) -> Iterator[Edge]:
         """The last `rows` tokens of every sequence, at least `reach`."""
-        place = torch.arange(-min(max(rows, self.reach), self.longest), 0)
-        for group in self._groups(place.shape[0]):
-            yield _edge(group, self.ends[group, None] + place, -place > self.lengths[group, None])
+        offsets = torch.arange(-min(max(rows, self.reach), self.longest), 0)
+        for group in self._groups(offsets.shape[0]):
+            yield _edge(group, self.ends[group, None] + offsets, -offsets > self.lengths[group, None])
 
     def latest(self, x: Tensor, state: Tensor | None, out: Tensor) -> None:
         """Write the latest S inputs of every sequence to out [N, D, S]; a shorter sequence also uses its state."""
@@ -142,13 +142,13 @@ class Windows:
             tokens = (position + self.begins[:, None]).clamp(min=0).flatten().to(self.device)
             out.copy_(x.index_select(0, tokens).unflatten(0, position.shape).transpose(1, 2))
         for length in self.lengths.clamp(max=S).unique().tolist():
-            alike = slice(None) if length == self.longest == self.shortest else (self.lengths == length).to(self.device)
-            out[alike, :, : S - length] = 0 if state is None else state[alike, :, length:].to(out.dtype)
+            same = slice(None) if length == self.longest == self.shortest else (self.lengths == length).to(self.device)
+            out[same, :, : S - length] = 0 if state is None else state[same, :, length:].to(out.dtype)
 
     def _groups(self, rows: int) -> Iterator[slice]:
         yield from row_blocks(self.sequences, (rows + self.reach) * self.width) if rows else ()
 
-    def _entering(self, state: Tensor | None, sequences: slice, like: Tensor) -> Tensor:
+    def _initial_rows(self, state: Tensor | None, sequences: slice, like: Tensor) -> Tensor:
         if state is None:
             return like.new_zeros(like.shape[0], self.reach, self.width)
         return state[sequences, :, state.shape[2] - self.reach :].transpose(1, 2).to(like.dtype)
@@ -156,7 +156,7 @@ class Windows:
     def _window(self, values: Tensor, edge: Edge) -> Window:
         foreign = own = None
         if bool(edge.missing.any()):
-            foreign, own = (where.nonzero().flatten().to(self.device) for where in (edge.missing, ~edge.missing))
+            foreign, own = (mask.nonzero().flatten().to(self.device) for mask in (edge.missing, ~edge.missing))
         return Window(values, edge.tokens.to(self.device), foreign, own, edge.sequences)
 
 

@@ -28,7 +28,7 @@ def update(
         x: [B, T, D], any float.
         weight: [D, W], any float.
         bias: [D] or None.
-        pool: [slots, D, S], any strides, updated in place, rounding once.
+        pool: [slots, D, S], any strides, updated in entries, rounding once.
         slots: Uses `source`, `given`, `pad` and `accepted`. The inputs before the first token begin at entry
             accepted[n] - 1 of the slot, clamped to valid entries.
         grid: The call's boundaries.
@@ -47,8 +47,8 @@ def update(
 
     def convolved(rows: Tensor, tokens: Tensor) -> Tensor:
         """Outputs of tokens [n, length, D] of some sequences; also updates their slots."""
-        place = begin[rows, None] + torch.arange(W - 1, device=x.device)
-        window = pool[slot[rows]].gather(2, place[:, None].expand(-1, D, -1)).transpose(1, 2).to(dtype)
+        entries = begin[rows, None] + torch.arange(W - 1, device=x.device)
+        window = pool[slot[rows]].gather(2, entries[:, None].expand(-1, D, -1)).transpose(1, 2).to(dtype)
         if slots.given is not None:
             window = torch.where(slots.given[rows, None, None], window, 0)
         values = torch.cat([window, tokens.to(dtype)], 1)

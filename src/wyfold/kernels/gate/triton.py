@@ -39,7 +39,7 @@ def gate(
     if tile.tiles:
         launch_kernel(
             wyfold_gate_triton, tile.tiles * tile.blocks,
-            x, tile.steps(x), _vector(A_log), _vector(dt_bias), out, tile.steps(out), x.shape[0], lower_bound,
+            x, tile.strides(x), _vector(A_log), _vector(dt_bias), out, tile.strides(out), x.shape[0], lower_bound,
             BOUNDED=activation == "bounded", **tile.launch(),
         )  # fmt: skip
 
@@ -62,7 +62,7 @@ def gate_bwd(
     partial = x.new_empty(2, programs, *x.shape[1:], dtype=torch.float32) if rate_wanted or bias_wanted else None
     launch_kernel(
         wyfold_gate_bwd_triton, programs * tile.blocks,
-        x, tile.steps(x), _vector(A_log), _vector(dt_bias), dg, tile.steps(dg), out.x, tile.steps(out.x), partial,
+        x, tile.strides(x), _vector(A_log), _vector(dt_bias), dg, tile.strides(dg), out.x, tile.strides(out.x), partial,
         x.shape[0], tile.tiles, programs, lower_bound,
         BOUNDED=activation == "bounded", DRATE=rate_wanted, DBIAS=bias_wanted, **tile.launch(),
     )  # fmt: skip
@@ -79,7 +79,7 @@ def beta_sigmoid(x: Tensor, scale: float, out: Tensor) -> None:
     if tile.tiles:
         launch_kernel(
             wyfold_beta_sigmoid_triton, tile.tiles * tile.blocks,
-            x, tile.steps(x), out, tile.steps(out), x.shape[0], float(scale), **tile.launch(),
+            x, tile.strides(x), out, tile.strides(out), x.shape[0], float(scale), **tile.launch(),
         )  # fmt: skip
 
 
@@ -90,7 +90,8 @@ def beta_sigmoid_bwd(x: Tensor, scale: float, dbeta: Tensor, dx: Tensor) -> None
     if tile.tiles:
         launch_kernel(
             wyfold_beta_sigmoid_bwd_triton, tile.tiles * tile.blocks,
-            x, tile.steps(x), dbeta, tile.steps(dbeta), dx, tile.steps(dx), x.shape[0], float(scale), **tile.launch(),
+            x, tile.strides(x), dbeta, tile.strides(dbeta), dx, tile.strides(dx), x.shape[0], float(scale),
+            **tile.launch(),
         )  # fmt: skip
 
 
@@ -121,7 +122,7 @@ class _Tiles(NamedTuple):
     programs: int
     options: dict[str, Any]
 
-    def steps(self, x: Tensor | None) -> tuple[int, int, int]:
+    def strides(self, x: Tensor | None) -> tuple[int, int, int]:
         """Token stride in units, head stride, and column stride."""
         if x is None:
             return 0, 0, 0
@@ -174,7 +175,7 @@ def _columns(i_block, W: tl.constexpr, BW: tl.constexpr):
 
 
 @triton.jit
-def _at(o_c, s, C: tl.constexpr, EVENLY: tl.constexpr):
+def _column_offsets(o_c, s, C: tl.constexpr, EVENLY: tl.constexpr):
     """Offsets of columns under strides s; EVENLY: the step between heads continues that between channels."""
     if EVENLY:
         return o_c * s[2]
@@ -200,9 +201,9 @@ def wyfold_gate_triton(
     o_c, m_c = _columns(tl.program_id(0) % blocks, W, BW)
     mask = (o_r < n) & m_c
     b_rate, b_bias = _parameters(p_A_log, p_dt_bias, o_c, W, C)
-    b_u = load_rows(p_x, s_x[0], o_r, _at(o_c, s_x, C, EVENLY), mask, UNIT) + b_bias
+    b_u = load_rows(p_x, s_x[0], o_r, _column_offsets(o_c, s_x, C, EVENLY), mask, UNIT) + b_bias
     b_g = lower_bound * sigmoid(b_u * b_rate) if BOUNDED else softplus(b_u) * (b_rate * -1.0)
-    store_rows(p_g, s_g[0], o_r, _at(o_c, s_g, C, EVENLY), mask, b_g, UNIT)
+    store_rows(p_g, s_g[0], o_r, _column_offsets(o_c, s_g, C, EVENLY), mask, b_g, UNIT)
 
 
 @triton.jit(do_not_specialize=["n", "tiles", "programs"])
@@ -221,14 +222,14 @@ def wyfold_gate_bwd_triton(
     for i_tile in range(i_program, tiles, programs):
         o_r = row_offsets(i_tile, BR)
         mask = (o_r < n) & m_c
-        b_u = load_rows(p_x, s_x[0], o_r, _at(o_c, s_x, C, EVENLY), mask, UNIT) + b_bias
-        b_dg = load_rows(p_dg, s_dg[0], o_r, _at(o_c, s_dg, C, EVENLY), mask, UNIT)
+        b_u = load_rows(p_x, s_x[0], o_r, _column_offsets(o_c, s_x, C, EVENLY), mask, UNIT) + b_bias
+        b_dg = load_rows(p_dg, s_dg[0], o_r, _column_offsets(o_c, s_dg, C, EVENLY), mask, UNIT)
         if BOUNDED:
             b_dx = sigmoid_bwd(b_u * b_rate, b_dg * lower_bound) * b_rate
         else:
             b_dx = b_dg * sigmoid(b_u) * (b_rate * -1.0)
         if p_dx is not None:
-            store_rows(p_dx, s_dx[0], o_r, _at(o_c, s_dx, C, EVENLY), mask, b_dx, UNIT)
+            store_rows(p_dx, s_dx[0], o_r, _column_offsets(o_c, s_dx, C, EVENLY), mask, b_dx, UNIT)
         # The gate is not clamped: after a reset its gradient is zero, and -inf * 0 would be NaN.
         if DRATE and BOUNDED:
             b_drate += tl.where(b_dx == 0, 0.0, b_u * b_dx)
@@ -254,8 +255,8 @@ def wyfold_beta_sigmoid_triton(
     o_r = row_offsets(tl.program_id(0) // blocks, BR)
     o_c, m_c = _columns(tl.program_id(0) % blocks, W, BW)
     mask = (o_r < n) & m_c
-    b_x = load_rows(p_x, s_x[0], o_r, _at(o_c, s_x, C, EVENLY), mask, UNIT)
-    store_rows(p_beta, s_beta[0], o_r, _at(o_c, s_beta, C, EVENLY), mask, scale * sigmoid(b_x), UNIT)
+    b_x = load_rows(p_x, s_x[0], o_r, _column_offsets(o_c, s_x, C, EVENLY), mask, UNIT)
+    store_rows(p_beta, s_beta[0], o_r, _column_offsets(o_c, s_beta, C, EVENLY), mask, scale * sigmoid(b_x), UNIT)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -267,7 +268,7 @@ def wyfold_beta_sigmoid_bwd_triton(
     o_r = row_offsets(tl.program_id(0) // blocks, BR)
     o_c, m_c = _columns(tl.program_id(0) % blocks, W, BW)
     mask = (o_r < n) & m_c
-    b_x = load_rows(p_x, s_x[0], o_r, _at(o_c, s_x, C, EVENLY), mask, UNIT)
-    b_dbeta = load_rows(p_dbeta, s_dbeta[0], o_r, _at(o_c, s_dbeta, C, EVENLY), mask, UNIT)
+    b_x = load_rows(p_x, s_x[0], o_r, _column_offsets(o_c, s_x, C, EVENLY), mask, UNIT)
+    b_dbeta = load_rows(p_dbeta, s_dbeta[0], o_r, _column_offsets(o_c, s_dbeta, C, EVENLY), mask, UNIT)
     b_dx = sigmoid_bwd(b_x, b_dbeta) * scale
-    store_rows(p_dx, s_dx[0], o_r, _at(o_c, s_dx, C, EVENLY), mask, b_dx, UNIT)
+    store_rows(p_dx, s_dx[0], o_r, _column_offsets(o_c, s_dx, C, EVENLY), mask, b_dx, UNIT)

@@ -38,7 +38,15 @@ def l2norm(x: Tensor, eps: float, out: Tensor) -> None:
     tile = _tiles("l2norm", x, out)
     if tile.tiles:
         launch_kernel(
-            wyfold_l2norm_triton, tile.tiles, x, tile.steps(x), out, tile.steps(out), x.shape[0], eps, **tile.launch()
+            wyfold_l2norm_triton,
+            tile.tiles,
+            x,
+            tile.strides(x),
+            out,
+            tile.strides(out),
+            x.shape[0],
+            eps,
+            **tile.launch(),
         )
 
 
@@ -48,7 +56,7 @@ def l2norm_bwd(x: Tensor, eps: float, dy: Tensor, dx: Tensor) -> None:
     if tile.tiles:
         launch_kernel(
             wyfold_l2norm_bwd_triton, tile.tiles,
-            x, tile.steps(x), dy, tile.steps(dy), dx, tile.steps(dx), x.shape[0], eps, **tile.launch(),
+            x, tile.strides(x), dy, tile.strides(dy), dx, tile.strides(dx), x.shape[0], eps, **tile.launch(),
         )  # fmt: skip
 
 
@@ -67,8 +75,8 @@ def rms_norm_gated(
     if tile.tiles:
         launch_kernel(
             wyfold_rms_norm_gated_triton, tile.tiles,
-            x, tile.steps(x), z, tile.steps(z), weight.contiguous(), None if bias is None else bias.contiguous(),
-            out, tile.steps(out), x.shape[0], options.eps, **_choices(options), **tile.launch(),
+            x, tile.strides(x), z, tile.strides(z), weight.contiguous(), None if bias is None else bias.contiguous(),
+            out, tile.strides(out), x.shape[0], options.eps, **_choices(options), **tile.launch(),
         )  # fmt: skip
 
 
@@ -90,8 +98,8 @@ def rms_norm_gated_bwd(
     partial = x.new_empty(2, programs, x.shape[1], dtype=torch.float32) if sums else None
     launch_kernel(
         wyfold_rms_norm_gated_bwd_triton, programs,
-        x, tile.steps(x), z, tile.steps(z), weight.contiguous(), None if bias is None else bias.contiguous(),
-        dy, tile.steps(dy), out.x, tile.steps(out.x), out.z, tile.steps(out.z), partial,
+        x, tile.strides(x), z, tile.strides(z), weight.contiguous(), None if bias is None else bias.contiguous(),
+        dy, tile.strides(dy), out.x, tile.strides(out.x), out.z, tile.strides(out.z), partial,
         x.shape[0], tile.tiles, programs, options.eps,
         DWEIGHT=out.weight is not None, DBIAS=out.bias is not None, **_choices(options), **tile.launch(),
     )  # fmt: skip
@@ -122,7 +130,7 @@ class _Tiles(NamedTuple):
     programs: int
     options: dict[str, Any]
 
-    def steps(self, x: Tensor | None) -> tuple[int, int]:
+    def strides(self, x: Tensor | None) -> tuple[int, int]:
         """Row stride in units, and column stride."""
         return (0, 0) if x is None else (x.stride(0) // self.unit, x.stride(1))
 

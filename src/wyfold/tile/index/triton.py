@@ -117,7 +117,7 @@ def require_descriptors(stage: str, descriptors: Sequence[Any] | None) -> Sequen
     """
     if descriptors is None:
         raise UnsupportedError(
-            f"{stage}: the copy engine counts 2^31 rows, and this call's tiles have more; split the batch",
+            f"{stage}: TMA coordinates count up to 2^31 rows, and this call's tiles have more; split the batch",
             {"gluon": "too many chunks"},
         )
     return descriptors
