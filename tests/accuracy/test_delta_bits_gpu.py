@@ -68,7 +68,7 @@ def same(got: dict[str, Tensor], expected: dict[str, Tensor], *context: object) 
 
 
 @pytest.mark.parametrize("dtype, K", [(torch.bfloat16, 128), (torch.float16, 128), (torch.float32, 64)], ids=str)
-def test_a_hundred_times_the_same(dtype: torch.dtype, K: int, call, run):
+def test_a_hundred_repeats_have_the_same_bits(dtype: torch.dtype, K: int, call, run):
     a, fed = call(1000, 2, B=2, dtype=dtype, K=K)
     first = run(a, fed)
     for i in range(REPEATS):

@@ -24,7 +24,7 @@ Spoilt = Callable[..., contextlib.AbstractContextManager[None]]
 
 
 @pytest.fixture
-def spoilt(card: torch.device) -> Spoilt:
+def poisoned_shared_memory(card: torch.device) -> Spoilt:
     """`with spoilt()`: before every launch all shared memory of the GPU is filled with NaNs, or with another word."""
     if triton_support.architecture(card) != "sm_90":
         pytest.skip("a program of 224 KiB of shared memory fills a multiprocessor of sm_90 alone")
@@ -50,11 +50,11 @@ def spoilt(card: torch.device) -> Spoilt:
     return filled
 
 
-def same_under_nans(run: Callable[[], dict[str, torch.Tensor]], spoilt: Spoilt) -> None:
-    with spoilt(0):
+def same_under_nans(run: Callable[[], dict[str, torch.Tensor]], poisoned_shared_memory: Spoilt) -> None:
+    with poisoned_shared_memory(0):
         expected = run()
     assert all(bool(x.isfinite().all()) for x in expected.values())
-    with spoilt():
+    with poisoned_shared_memory():
         for _ in range(3):
             got = run()
             for name, x in expected.items():
@@ -64,7 +64,7 @@ def same_under_nans(run: Callable[[], dict[str, torch.Tensor]], spoilt: Spoilt) 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("rule", RULES)
-def test_delta_rules(rule: str, gate: str, packed: bool, placed, results, spoilt):
+def test_delta_rules(rule: str, gate: str, packed: bool, placed, results, poisoned_shared_memory):
     """As a model calls them: q, k and v are slices of one tensor, norm, gate and sigmoid inside, few gradients."""
     if rule == "delta_rule" and gate != "weak":
         pytest.skip("the delta rule has no gate")
@@ -82,15 +82,15 @@ def test_delta_rules(rule: str, gate: str, packed: bool, placed, results, spoilt
     fed["o"] *= torch.arange(T)[None, :, None, None] % 8 == 7
     op, a, fed = getattr(wyfold, f"chunk_{rule}"), placed(a), placed(fed)
     flags = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
-    same_under_nans(lambda: results(op, a, None, fed, **flags), spoilt)
+    same_under_nans(lambda: results(op, a, None, fed, **flags), poisoned_shared_memory)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("dtype, D", [(BF16, 64), (BF16, 128), (torch.float32, 64)], ids=str)
-def test_ttt_linear(dtype: torch.dtype, D: int, packed: bool, placed, results, spoilt):
+def test_ttt_linear(dtype: torch.dtype, D: int, packed: bool, placed, results, poisoned_shared_memory):
     T, N = (sum(LENGTHS) + 5, len(LENGTHS)) if packed else (200, None)
     a = inputs.draw("random", "ttt_linear", Shape(1, T, 2, 2, D, D), state="normal", sequences=N, dtype=dtype)
     if packed:
         a["cu_seqlens"] = SequenceLayout.from_lengths(LENGTHS, tokens=T).cu_seqlens
     op, a, fed = wyfold.chunk_ttt_linear, placed(a), placed({"o": inputs.incoming(a["v"], 1)})
-    same_under_nans(lambda: results(op, a, None, fed), spoilt)
+    same_under_nans(lambda: results(op, a, None, fed), poisoned_shared_memory)

@@ -62,7 +62,7 @@ def test_gates(rule: str, gate: str, device, results):
 
 @pytest.mark.parametrize("family", ["random", "identical"])
 @pytest.mark.parametrize("rule", RULES[:2])
-def test_the_form_that_is_not_the_default(rule: str, family: str, device, results, monkeypatch):
+def test_the_form_other_than_the_default(rule: str, family: str, device, results, monkeypatch):
     monkeypatch.setattr(table.kernel_module("prepare", "triton"), "reads_folded", lambda g: True)
     a = inputs.draw(family, rule, SHAPE, state="normal", dtype=torch.bfloat16)
     require(*verdicts(rule, a, device, results, folded=True))

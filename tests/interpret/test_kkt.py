@@ -42,7 +42,7 @@ def judged(inputs: tuple[Tensor | None, ...], cu: Tensor | None, got: Tensor, **
 
 
 @pytest.fixture
-def moved(guarded: Callable, device: torch.device) -> Callable:
+def to_device(guarded: Callable, device: torch.device) -> Callable:
     """Inputs on the device, between guards."""
     return lambda inputs: [None if x is None else guarded(x.to(device)) for x in inputs]
 
@@ -53,44 +53,46 @@ def moved(guarded: Callable, device: torch.device) -> Callable:
     [(64, 70, 1, 2, 24, FP32), (32, 64, 2, 4, 40, BF16), (16, 33, 1, 3, 8, FP16), (64, 65, 1, 1, 136, BF16)],
     ids=str,
 )
-def test_dense(gate: str, C: int, T: int, H: int, HV: int, K: int, dtype: torch.dtype, moved: Callable):
+def test_dense(gate: str, C: int, T: int, H: int, HV: int, K: int, dtype: torch.dtype, to_device: Callable):
     inputs = drawn(T, gate, 2, H, HV, K, dtype)
-    got = chunk_scaled_dot_kkt(*moved(inputs), chunk_size=C, backend="triton")
+    got = chunk_scaled_dot_kkt(*to_device(inputs), chunk_size=C, backend="triton")
     assert got.dtype == FP32
     judged(inputs, None, got, chunk_size=C)
 
 
 @pytest.mark.parametrize("gate", ["none", "scalar", "channel"])
 @pytest.mark.parametrize("C, output_dtype", [(64, FP32), (32, BF16), (16, FP32)], ids=str)
-def test_packed(gate: str, C: int, output_dtype: torch.dtype, moved: Callable, device: torch.device):
+def test_packed(gate: str, C: int, output_dtype: torch.dtype, to_device: Callable, device: torch.device):
     cu, options = torch.tensor(RAGGED), {"chunk_size": C, "output_dtype": output_dtype}
     inputs = drawn(RAGGED[-1] + 13, gate)
     past = tuple(x if x is None else x.clone() for x in inputs)
     for x in past:
         if x is not None:
             x[:, RAGGED[-1] :] = torch.nan
-    got = chunk_scaled_dot_kkt(*moved(past), cu_seqlens=cu.to(device), backend="triton", **options)
+    got = chunk_scaled_dot_kkt(*to_device(past), cu_seqlens=cu.to(device), backend="triton", **options)
     judged(inputs, cu, got, **options)
     for start, end in itertools.pairwise(RAGGED):
         alone = (x if x is None else x[:, start:end] for x in inputs)
-        assert torch.equal(chunk_scaled_dot_kkt(*moved(alone), backend="triton", **options), got[:, start:end])
+        assert torch.equal(chunk_scaled_dot_kkt(*to_device(alone), backend="triton", **options), got[:, start:end])
 
 
 @pytest.mark.parametrize("kind", GATES)
 @pytest.mark.parametrize("channels", [(), (24,)], ids=["scalar", "channel"])
-def test_any_gate(kind: str, channels: tuple[int, ...], moved: Callable):
+def test_any_gate(kind: str, channels: tuple[int, ...], to_device: Callable):
     k, beta, _ = drawn(67, "none", dtype=BF16)
     g = GATES[kind]((1, 67, 2, *channels), torch.Generator().manual_seed(0)).float()
-    got = chunk_scaled_dot_kkt(*moved((k, beta, g)), chunk_size=64, backend="triton")
+    got = chunk_scaled_dot_kkt(*to_device((k, beta, g)), chunk_size=64, backend="triton")
     judged((k, beta, g), None, got, chunk_size=64)
 
 
 @pytest.mark.parametrize("kind", ["reset first", "reset one", "reset last"])
 @pytest.mark.parametrize("channels", [(), (24,)], ids=["scalar", "channel"])
-def test_a_strong_gate_costs_decays_between_other_rows_nothing(kind: str, channels: tuple[int, ...], moved: Callable):
+def test_a_strong_gate_adds_no_error_to_decays_between_other_rows(
+    kind: str, channels: tuple[int, ...], to_device: Callable
+):
     k, beta, _ = drawn(64, "none", dtype=BF16)
     g = GATES[kind]((1, 64, 2, *channels), torch.Generator().manual_seed(0)).float()
-    got = chunk_scaled_dot_kkt(*moved((k, beta, g)), backend="triton")
+    got = chunk_scaled_dot_kkt(*to_device((k, beta, g)), backend="triton")
     truth = reference.chunk_scaled_dot_kkt(k.double(), beta.double(), g.double())
     # A product of exact rows, an exponential of a sum without the strong gate, and two factors.
     assert error.rms(got.cpu(), truth) <= 8 * torch.finfo(FP32).eps
@@ -107,12 +109,12 @@ STRONG = {
 
 @pytest.mark.parametrize("C", [16, 32, 64])
 @pytest.mark.parametrize("kind", STRONG)
-def test_where_a_channels_gates_are_strong_nothing_is_lost(kind: str, C: int, moved: Callable):
+def test_strong_channel_gates_lose_no_digits(kind: str, C: int, to_device: Callable):
     k, beta, g = drawn(64, "channel")
     for token, gate in STRONG[kind].items():
         g[:, token, 0] = gate
         g[:, token, 1, ::3] = gate
-    got = chunk_scaled_dot_kkt(*moved((k, beta, g)), chunk_size=C, backend="triton")
+    got = chunk_scaled_dot_kkt(*to_device((k, beta, g)), chunk_size=C, backend="triton")
     truth = reference.chunk_scaled_dot_kkt(k.double(), beta.double(), g.double(), chunk_size=C)
     for head in range(2):
         assert error.rms(got.cpu()[:, :, head], truth[:, :, head]) <= 8 * torch.finfo(FP32).eps
@@ -120,34 +122,34 @@ def test_where_a_channels_gates_are_strong_nothing_is_lost(kind: str, C: int, mo
 
 @pytest.mark.parametrize("C", [16, 32, 64])
 @pytest.mark.parametrize("K, dtype", [(8, BF16), (40, FP16), (128, FP32), (256, BF16)], ids=str)
-def test_channels(K: int, dtype: torch.dtype, C: int, moved: Callable):
+def test_channels(K: int, dtype: torch.dtype, C: int, to_device: Callable):
     k, beta, g = drawn(C + 6, "channel", 1, 2, 4, K, dtype)
     strength = torch.tensor([0.0, 0.05, 1.0, 30.0, 1e4])[torch.randint(5, g.shape)]
     for gates in (g / 16, torch.zeros_like(g), g * strength, torch.where(strength > 1, -torch.inf, g)):
-        got = chunk_scaled_dot_kkt(*moved((k, beta, gates)), chunk_size=C, backend="triton")
+        got = chunk_scaled_dot_kkt(*to_device((k, beta, gates)), chunk_size=C, backend="triton")
         judged((k, beta, gates), None, got, chunk_size=C)
 
 
 @pytest.mark.parametrize("gate", ["none", "scalar", "channel"])
 @pytest.mark.parametrize("first", [3, 16, 21, 47])
-def test_rows_do_not_depend_on_later_tokens(gate: str, first: int, moved: Callable):
+def test_rows_do_not_depend_on_later_tokens(gate: str, first: int, to_device: Callable):
     """Nor on whether later tokens need more anchors."""
     inputs = drawn(64, gate, dtype=BF16)
-    L = chunk_scaled_dot_kkt(*moved(inputs), backend="triton")
+    L = chunk_scaled_dot_kkt(*to_device(inputs), backend="triton")
     for strength in (0.0, 1.0, 200.0):
         later = [None if x is None else x.clone() for x in inputs]
         for x, new in zip(later, drawn(64, gate, dtype=BF16)):
             if x is not None:
                 x[:, first:] = new[:, first:] * (strength if x is later[2] else 1.0)
-        got = chunk_scaled_dot_kkt(*moved(later), backend="triton")
+        got = chunk_scaled_dot_kkt(*to_device(later), backend="triton")
         assert torch.equal(got[:, :first], L[:, :first]) and not torch.equal(got, L)
 
 
 @pytest.mark.parametrize("gate, C", [("none", 16), ("scalar", 16), ("channel", 16), ("channel", 32), ("channel", 64)])
-def test_what_is_not_finite_stays_in_its_chunk_and_below_the_diagonal(gate: str, C: int, moved: Callable):
+def test_what_is_not_finite_stays_in_its_chunk_and_below_the_diagonal(gate: str, C: int, to_device: Callable):
     """NaN also occurs wherever the row loop has it."""
     inputs = drawn(80, gate)
-    L = chunk_scaled_dot_kkt(*moved(inputs), chunk_size=C, backend="triton")
+    L = chunk_scaled_dot_kkt(*to_device(inputs), chunk_size=C, backend="triton")
     chunk = slice(20 // C * C, 20 // C * C + C)
     for x in inputs:
         if x is None:
@@ -155,7 +157,7 @@ def test_what_is_not_finite_stays_in_its_chunk_and_below_the_diagonal(gate: str,
         broken = x.clone()
         broken[:, 20] = torch.nan
         changed = [broken if y is x else y for y in inputs]
-        got = chunk_scaled_dot_kkt(*moved(changed), chunk_size=C, backend="triton")
+        got = chunk_scaled_dot_kkt(*to_device(changed), chunk_size=C, backend="triton")
         truth = reference.chunk_scaled_dot_kkt(*(None if y is None else y.double() for y in changed), chunk_size=C)
         assert truth.isnan().any() and got.cpu()[truth.isnan()].isnan().all()
         assert torch.equal(got[:, : chunk.start], L[:, : chunk.start])
@@ -165,20 +167,20 @@ def test_what_is_not_finite_stays_in_its_chunk_and_below_the_diagonal(gate: str,
 
 
 @pytest.mark.parametrize("C", [16, 32, 64])
-def test_nothing_passes_a_reset_however_large_keys_are(C: int, moved: Callable):
+def test_nothing_passes_a_reset_however_large_keys_are(C: int, to_device: Callable):
     k, beta, g = drawn(64, "channel")
     g[:, 6] = -torch.inf
-    got = chunk_scaled_dot_kkt(*moved((k * 1e15, beta, g)), chunk_size=C, backend="triton")
+    got = chunk_scaled_dot_kkt(*to_device((k * 1e15, beta, g)), chunk_size=C, backend="triton")
     assert not got[:, 6:C, :, :6].any() and got[:, 8].any()
 
 
 @pytest.mark.parametrize("C", [16, 64])
 @pytest.mark.parametrize("each", [-8.4e-5, -0.0846, -0.5, -5.0])
-def test_equal_gates_are_as_exact_as_others(each: float, C: int, moved: Callable):
+def test_equal_gates_are_as_exact_as_others(each: float, C: int, to_device: Callable):
     """With equal gates the rounding errors of all gates have one sign and add up."""
     k, beta, g = drawn(64, "channel", K=128, dtype=BF16)
     g.fill_(each)
-    got = chunk_scaled_dot_kkt(*moved((k, beta, g)), chunk_size=C, backend="triton")
+    got = chunk_scaled_dot_kkt(*to_device((k, beta, g)), chunk_size=C, backend="triton")
     truth = reference.chunk_scaled_dot_kkt(k.double(), beta.double(), g.double(), chunk_size=C)
     assert error.rms(got.cpu(), truth) <= 8 * torch.finfo(FP32).eps
 

@@ -159,7 +159,7 @@ POOLS = {"K first": (torch.float32, False), "V first": (torch.float32, True), "n
 @pytest.mark.parametrize("cut", [None, (0, 5, 9, 9, 30, 46)], ids=["dense", "packed"])
 @pytest.mark.parametrize("pool_of", POOLS.values(), ids=POOLS)
 @pytest.mark.parametrize(("rule", "folded"), FORMS)
-def test_states_in_slots_are_states_copied_out_and_back(rule, folded, pool_of, cut, use_tma, draw, monkeypatch):
+def test_states_in_slots_equal_states_copied_out_and_back(rule, folded, pool_of, cut, use_tma, draw, monkeypatch):
     """The bits of copying slots out, scanning contiguous states, and copying back, for intermediate states too."""
     stored, v_first = pool_of
     a = draw(rule, Shape(5, 37, 1, 2, 16, 16) if cut is None else Shape(1, 60, 1, 1, 16, 16), cut, torch.bfloat16)
@@ -170,7 +170,7 @@ def test_states_in_slots_are_states_copied_out_and_back(rule, folded, pool_of, c
     prepared = prepare(a.q, a.k, a.g, a.beta, None, None, grid, OPTIONS, cleared, folded=folded, backward=False)
     rows = grid.chunks if cut is not None else 5 * (37 // OPTIONS.checkpoint_every)
 
-    def turned(x: Tensor) -> Tensor:
+    def swap_state_layout(x: Tensor) -> Tensor:
         return x.mT if v_first else x
 
     pool = torch.randn(9, HV, 16, 16).to(device, stored)
@@ -186,14 +186,24 @@ def test_states_in_slots_are_states_copied_out_and_back(rule, folded, pool_of, c
             given_to = OPTIONS, key, o
             between = states, grid.first_states(device)
             if inside:
-                states_of = turned(mine), turned(mine)
+                states_of = swap_state_layout(mine), swap_state_layout(mine)
                 forward.scan(
                     a.q, a.k, a.v, prepared, states_of[0], grid, *given_to, states_of[1], *between, slots=slots
                 )  # fmt: skip
             else:
                 here, there = (torch.empty(5, HV, 16, 16, device=device) for _ in range(2))
                 copies.enter(mine, slots, here)
-                forward.scan(a.q, a.k, a.v, prepared, turned(here), grid, *given_to, turned(there), *between)
+                forward.scan(
+                    a.q,
+                    a.k,
+                    a.v,
+                    prepared,
+                    swap_state_layout(here),
+                    grid,
+                    *given_to,
+                    swap_state_layout(there),
+                    *between,
+                )
                 copies.leave(there, slots, mine, grid, o)
             found.append((mine, o, states))
         (mine, o, states), (expected, right, on_the_way) = found
@@ -205,7 +215,7 @@ def test_states_in_slots_are_states_copied_out_and_back(rule, folded, pool_of, c
 
 
 @pytest.mark.parametrize(("rule", "folded"), FORMS)
-def test_few_programs_change_no_bit(rule, folded, draw, monkeypatch, device):
+def test_the_low_occupancy_configuration_changes_no_bit(rule, folded, draw, monkeypatch, device):
     """The scan's configuration depends on the number of programs; its bits do not."""
     if device.type != "cuda":
         pytest.skip("numpy's products add in an order of their own for every number of rows")
@@ -227,7 +237,7 @@ def test_few_programs_change_no_bit(rule, folded, draw, monkeypatch, device):
 
 
 @pytest.mark.parametrize(("rule", "folded"), FORMS)
-def test_a_box_lets_no_neighbour_in(rule, folded, draw, monkeypatch):
+def test_tma_boxes_exclude_neighbours(rule, folded, draw, monkeypatch):
     """The second of four sequences is NaN, and lies within the TMA boxes of the first one's last chunk."""
     a = draw(rule, Shape(1, 70, 1, 1, 16, 16), (0, 21, 30, 30, 66))
     clean = scans(a, folded, use_tma=True, monkeypatch=monkeypatch)
@@ -270,7 +280,7 @@ class TestDescriptors:
         return None if found is None else found.base.as_strided(found.shape, found.strides, found.base.storage_offset())
 
     @pytest.mark.parametrize("part", ["all", "a slice of heads", "heads apart", "one row, heads first"])
-    def test_rows_of_a_head_are_where_they_were(self, part: str):
+    def test_descriptors_address_the_rows_of_a_head(self, part: str):
         B, T, H, W = self.B, self.T, self.H, self.W
         x = {
             "all": lambda: self.tokens(B, T, H, W),

@@ -123,7 +123,7 @@ def test_strided_is_contiguous_and_kept_is_recomputed(rule: str, device, results
                 assert torch.equal(again[name], x), (name, options)
 
 
-def test_both_directions_by_pytorchs_own_checks(device, recorded, results):
+def test_both_directions_by_opcheck(device, recorded, results):
     """The sizes of saved tensors come from metadata alone."""
     a = packed("gated_delta_rule", (66, 3), device, spare=2)
     with segment_rule.forced(2):

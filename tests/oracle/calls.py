@@ -183,15 +183,15 @@ class Draw:
         self.choices = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
 
-    def one(self, *options: Any) -> Any:
+    def choose(self, *options: Any) -> Any:
         return self.choices.choice(options)
 
     def chance(self, probability: float) -> bool:
         return self.choices.random() < probability
 
-    def other(self, dtype: torch.dtype) -> Callable[[], torch.dtype]:
+    def further_dtype(self, dtype: torch.dtype) -> Callable[[], torch.dtype]:
         """Dtype of a further argument: `dtype`, or any."""
-        return lambda: dtype if self.chance(0.6) else self.one(*self.dtypes)
+        return lambda: dtype if self.chance(0.6) else self.choose(*self.dtypes)
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64)
@@ -202,7 +202,7 @@ class Draw:
     def length(self, longest: int = 80) -> int:
         """A length that is mostly short and near multiples of the chunk."""
         longest = longest if self.chance(0.1) else min(longest, 20)
-        return min(longest, self.one(0, 1, 1, 2, 3, 5, 16, 17, 33, 64, 65, self.choices.randint(1, longest)))
+        return min(longest, self.choose(0, 1, 1, 2, 3, 5, 16, 17, 33, 64, 65, self.choices.randint(1, longest)))
 
     def boundaries(self, tokens: int) -> Tensor:
         """Boundaries of packed sequences, some of them empty, sometimes with padding rows at the end."""
@@ -211,11 +211,11 @@ class Draw:
         inner = sorted(self.choices.randint(0, end) for _ in range(count - 1))
         if inner and self.chance(0.4):
             inner[0] = 0
-        return torch.tensor([0, *inner, end], dtype=self.one(torch.int32, torch.int64))
+        return torch.tensor([0, *inner, end], dtype=self.choose(torch.int32, torch.int64))
 
     def layout(self, x: Tensor, views: dict[str, Callable[[Tensor], Tensor]], name: str) -> Tensor:
         """A leaf for an argument of these values, sometimes with strides of a non-contiguous tensor."""
-        kind = self.one("plain", "plain", "heads first", "wide", "apart")
+        kind = self.choose("plain", "plain", "heads first", "wide", "apart")
         if kind == "heads first" and x.ndim >= 3:
             views[name] = lambda leaf: leaf.transpose(1, 2)
             return x.transpose(1, 2).contiguous()
@@ -246,7 +246,7 @@ def on_device_of(tensors: dict[str, Tensor], options: dict[str, Any]) -> dict[st
 def keys(draw: Draw, *shape: int) -> Tensor:
     """Unit rows: independent, nearly parallel, or repeated."""
     x = draw.normal(*shape)
-    kind = draw.one("independent", "independent", "near", "repeated")
+    kind = draw.choose("independent", "independent", "near", "repeated")
     if kind == "near":
         x = draw.normal(*shape[:1], 1, *shape[2:]) + 0.3 * x
     if kind == "repeated" and shape[1] > 2:
@@ -257,7 +257,7 @@ def keys(draw: Draw, *shape: int) -> Tensor:
 def log_gates(draw: Draw, *shape: int) -> Tensor:
     """Log decays: weak, moderate, strong, mixed, and with full resets."""
     u = draw.uniform(*shape)
-    kind = draw.one("weak", "moderate", "moderate", "strong", "mixed", "reset", "none")
+    kind = draw.choose("weak", "moderate", "moderate", "strong", "mixed", "reset", "none")
     if kind == "reset":
         return torch.where(draw.uniform(*shape) < 0.1, -torch.inf, -u)
     if kind == "mixed":
@@ -269,10 +269,10 @@ def delta_call(draw: Draw, operator: str) -> Call:
     rule = operator.removeprefix("chunk_").removeprefix("fused_recurrent_")
     chunkwise = operator.startswith("chunk")
     packed = draw.chance(0.5)
-    B, T, H = (1 if packed else draw.one(1, 1, 2)), draw.length(), draw.one(1, 2)
-    HV, K, V = H * draw.one(1, 1, 2, 3), draw.one(8, 16, 24, 32), draw.one(8, 16, 24, 32)
-    dtype = draw.one(*draw.dtypes)
-    other = lambda: dtype if draw.chance(0.6) else draw.one(*draw.dtypes)
+    B, T, H = (1 if packed else draw.choose(1, 1, 2)), draw.length(), draw.choose(1, 2)
+    HV, K, V = H * draw.choose(1, 1, 2, 3), draw.choose(8, 16, 24, 32), draw.choose(8, 16, 24, 32)
+    dtype = draw.choose(*draw.dtypes)
+    further_dtype = lambda: dtype if draw.chance(0.6) else draw.choose(*draw.dtypes)
     views: dict[str, Callable[[Tensor], Tensor]] = {}
     leaves: dict[str, Tensor] = {}
     options: dict[str, Any] = dict(draw.backend)
@@ -290,7 +290,7 @@ def delta_call(draw: Draw, operator: str) -> Call:
     argument("q", q, dtype)
     argument("k", k, dtype)
     argument("v", draw.normal(B, T, HV, V), dtype)
-    beta_kind = draw.one("none", "plain", "plain", "negative", "logit", "logit negative")
+    beta_kind = draw.choose("none", "plain", "plain", "negative", "logit", "logit negative")
     if beta_kind != "none":
         beta = draw.uniform(B, T, HV) * (2 if beta_kind == "negative" else 1)
         if beta_kind.startswith("logit"):
@@ -298,26 +298,26 @@ def delta_call(draw: Draw, operator: str) -> Call:
             options["use_beta_sigmoid_in_kernel"] = True
             if beta_kind == "logit negative":
                 options["allow_neg_eigval"] = True
-        argument("beta", beta, other())
+        argument("beta", beta, further_dtype())
     channels = (K,) if rule == "kda" else ()
     if rule != "delta_rule" and draw.chance(0.9):
         if draw.chance(0.5):
             options["use_gate_in_kernel"] = True
-            argument("g", draw.one(0.3, 1.0, 4.0) * draw.normal(B, T, HV, *channels), other())
+            argument("g", draw.choose(0.3, 1.0, 4.0) * draw.normal(B, T, HV, *channels), further_dtype())
             if draw.chance(0.7):
-                argument("A_log", draw.normal(HV), other(), False)
+                argument("A_log", draw.normal(HV), further_dtype(), False)
             if draw.chance(0.7):
-                argument("dt_bias", draw.normal(HV, *channels), other(), False)
+                argument("dt_bias", draw.normal(HV, *channels), further_dtype(), False)
             if rule == "kda" and draw.chance(0.5):
-                options["lower_bound"] = -draw.one(0.5, 2.0, 5.0)
+                options["lower_bound"] = -draw.choose(0.5, 2.0, 5.0)
         else:
-            argument("g", log_gates(draw, B, T, HV, *channels), other())
+            argument("g", log_gates(draw, B, T, HV, *channels), further_dtype())
         if rule == "kda" and draw.chance(0.3):
             options["safe_gate"] = True
             if draw.chance(0.5):
-                options["lower_bound"] = -draw.one(0.75, 3.0, 5.0)
+                options["lower_bound"] = -draw.choose(0.75, 3.0, 5.0)
     if draw.chance(0.3):
-        options["scale"] = draw.one(1.0, 0.37, -2.0)
+        options["scale"] = draw.choose(1.0, 0.37, -2.0)
     N, bounds = B, None
     if packed:
         bounds = draw.boundaries(T)
@@ -328,14 +328,14 @@ def delta_call(draw: Draw, operator: str) -> Call:
         options["state_v_first"] = True
     if draw.chance(0.6):
         shape = (V, K) if options.get("state_v_first") else (K, V)
-        argument("initial_state", draw.normal(N, HV, *shape), draw.one(*draw.narrow), False)
+        argument("initial_state", draw.normal(N, HV, *shape), draw.choose(*draw.narrow), False)
     if draw.chance(0.7):
         options["output_final_state"] = True
         if draw.chance(0.4):
-            options["state_dtype"] = draw.one(*draw.narrow)
+            options["state_dtype"] = draw.choose(*draw.narrow)
     chunk = 64
     if chunkwise and draw.chance(0.6):
-        options["chunk_size"] = chunk = draw.one(16, 32, 64)
+        options["chunk_size"] = chunk = draw.choose(16, 32, 64)
     if chunkwise and draw.chance(0.3):
         options["disable_recompute"] = True
     if draw.chance(0.2):
@@ -345,7 +345,7 @@ def delta_call(draw: Draw, operator: str) -> Call:
         options["return_intermediate_states"] = True
         every = 64
         if draw.chance(0.7):
-            options["checkpoint_every"] = every = chunk * draw.one(1, 2)
+            options["checkpoint_every"] = every = chunk * draw.choose(1, 2)
         loop_options["checkpoint_every"] = every
         if packed:
             layout = wyfold.SequenceLayout(bounds, T)
@@ -399,30 +399,30 @@ def describe(
 
 def triangle_call(draw: Draw, operator: str) -> Call:
     packed = draw.chance(0.5)
-    B, T, H = (1 if packed else draw.one(1, 2)), draw.length(100), draw.one(1, 2)
-    dtype, C = draw.one(*draw.dtypes), draw.one(16, 32, 64)
+    B, T, H = (1 if packed else draw.choose(1, 2)), draw.length(100), draw.choose(1, 2)
+    dtype, C = draw.choose(*draw.dtypes), draw.choose(16, 32, 64)
     views: dict[str, Callable[[Tensor], Tensor]] = {}
     options: dict[str, Any] = dict(draw.backend)
     bounds = draw.boundaries(T) if packed else None
     if packed:
         options["cu_seqlens"] = bounds
     if draw.chance(0.4):
-        options["output_dtype"] = draw.one(*draw.dtypes)
+        options["output_dtype"] = draw.choose(*draw.dtypes)
     leaves: dict[str, Tensor] = {}
     if operator == "chunk_scaled_dot_kkt":
-        HV, K = H * draw.one(1, 2), draw.one(8, 16, 24, 32)
-        other = lambda: dtype if draw.chance(0.6) else draw.one(*draw.dtypes)
-        leaves["k"] = draw.layout(keys(draw, B, T, H, K) * draw.one(1.0, 1.0, 0.1, 7.0), views, "k").to(dtype)
-        leaves["beta"] = draw.layout(2 * draw.uniform(B, T, HV), views, "beta").to(other())
-        kind = draw.one("none", "heads", "channels")
+        HV, K = H * draw.choose(1, 2), draw.choose(8, 16, 24, 32)
+        further_dtype = lambda: dtype if draw.chance(0.6) else draw.choose(*draw.dtypes)
+        leaves["k"] = draw.layout(keys(draw, B, T, H, K) * draw.choose(1.0, 1.0, 0.1, 7.0), views, "k").to(dtype)
+        leaves["beta"] = draw.layout(2 * draw.uniform(B, T, HV), views, "beta").to(further_dtype())
+        kind = draw.choose("none", "heads", "channels")
         if kind != "none":
             shape = (B, T, HV) if kind == "heads" else (B, T, HV, K)
-            leaves["g"] = draw.layout(log_gates(draw, *shape), views, "g").to(other())
+            leaves["g"] = draw.layout(log_gates(draw, *shape), views, "g").to(further_dtype())
         options["chunk_size"] = C
         terms = K + 8
         loop_of = lambda **x: loops.decayed_gram(**x, chunk_size=C, cu_seqlens=bounds)
     else:
-        scale = draw.one(0.1, 0.3, 1.0)
+        scale = draw.choose(0.1, 0.3, 1.0)
         leaves["A"] = draw.layout(strict_triangles(scale * draw.normal(B, T, H, C), bounds), views, "A").to(dtype)
         terms = C
         loop_of = lambda **x: loops.inverse(**x, cu_seqlens=bounds)
@@ -447,25 +447,33 @@ def strict_triangles(A: Tensor, bounds: Tensor | None) -> Tensor:
 
 def convolution_call(draw: Draw, operator: str) -> Call:
     packed = draw.chance(0.5)
-    B, T, D, W = (1 if packed else draw.one(1, 2)), draw.length(40), draw.one(1, 5, 8, 24), draw.choices.randint(2, 8)
-    dtype = draw.one(*draw.dtypes)
-    other = lambda: dtype if draw.chance(0.6) else draw.one(*draw.dtypes)
+    B, T, D, W = (
+        (1 if packed else draw.choose(1, 2)),
+        draw.length(40),
+        draw.choose(1, 5, 8, 24),
+        draw.choices.randint(2, 8),
+    )
+    dtype = draw.choose(*draw.dtypes)
+    further_dtype = lambda: dtype if draw.chance(0.6) else draw.choose(*draw.dtypes)
     views: dict[str, Callable[[Tensor], Tensor]] = {}
     options: dict[str, Any] = dict(draw.backend)
     loop_options: dict[str, Any] = {}
-    leaves = {"x": draw.layout(draw.normal(B, T, D), views, "x").to(dtype), "weight": draw.normal(D, W).to(other())}
+    leaves = {
+        "x": draw.layout(draw.normal(B, T, D), views, "x").to(dtype),
+        "weight": draw.normal(D, W).to(further_dtype()),
+    }
     N, bounds = B, None
     if packed:
         options["cu_seqlens"] = loop_options["cu_seqlens"] = bounds = draw.boundaries(T)
         N = len(bounds) - 1
     if draw.chance(0.5):
-        leaves["bias"] = draw.normal(D).to(other())
+        leaves["bias"] = draw.normal(D).to(further_dtype())
     if draw.chance(0.4):
-        leaves["residual"] = draw.layout(draw.normal(B, T, D), views, "residual").to(other())
+        leaves["residual"] = draw.layout(draw.normal(B, T, D), views, "residual").to(further_dtype())
     if draw.chance(0.5):
-        leaves["initial_state"] = draw.normal(N, D, W - 1 + draw.one(0, 0, 1, 3)).to(other())
+        leaves["initial_state"] = draw.normal(N, D, W - 1 + draw.choose(0, 0, 1, 3)).to(further_dtype())
     if draw.chance(0.6):
-        options["activation"] = loop_options["activation"] = draw.one("silu", "swish")
+        options["activation"] = loop_options["activation"] = draw.choose("silu", "swish")
     if draw.chance(0.7):
         options["output_final_state"] = True
 
@@ -486,56 +494,56 @@ def convolution_call(draw: Draw, operator: str) -> Call:
 
 
 def elementwise_call(draw: Draw, operator: str) -> Call:
-    shape = [draw.one(0, 1, 2, 3, 7) for _ in range(draw.one(0, 1, 2))]
-    HV, K = draw.one(1, 2, 5), draw.one(1, 7, 8, 16, 33, 128)
-    dtype = draw.one(*draw.dtypes)
-    other = lambda: dtype if draw.chance(0.6) else draw.one(*draw.dtypes)
+    shape = [draw.choose(0, 1, 2, 3, 7) for _ in range(draw.choose(0, 1, 2))]
+    HV, K = draw.choose(1, 2, 5), draw.choose(1, 7, 8, 16, 33, 128)
+    dtype = draw.choose(*draw.dtypes)
+    further_dtype = lambda: dtype if draw.chance(0.6) else draw.choose(*draw.dtypes)
     views: dict[str, Callable[[Tensor], Tensor]] = {}
     options: dict[str, Any] = dict(draw.backend)
-    size = draw.one(0.01, 1.0, 1.0, 30.0)
+    size = draw.choose(0.01, 1.0, 1.0, 30.0)
     leaves: dict[str, Tensor]
     terms = 8
     if operator == "l2norm":
         terms = K + 8
         if draw.chance(0.3):
-            options["eps"] = draw.one(1e-12, 1e-5, 1.0)
+            options["eps"] = draw.choose(1e-12, 1e-5, 1.0)
         leaves = {"x": draw.layout(size * draw.normal(*shape, K), views, "x").to(dtype)}
         eps = options.get("eps", 1e-6)
         loop = lambda at, x: loops.rows_to_unit(at(x), eps, at)
         if draw.chance(0.4):
-            options["output_dtype"] = draw.one(*draw.dtypes)
+            options["output_dtype"] = draw.choose(*draw.dtypes)
     elif operator == "rms_norm_gated":
         terms = K + 8
         leaves = {
             "x": draw.layout(size * draw.normal(*shape, K), views, "x").to(dtype),
-            "g": draw.layout(draw.one(1.0, 5.0) * draw.normal(*shape, K), views, "g").to(other()),
-            "weight": draw.normal(K).to(other()),
+            "g": draw.layout(draw.choose(1.0, 5.0) * draw.normal(*shape, K), views, "g").to(further_dtype()),
+            "weight": draw.normal(K).to(further_dtype()),
         }
         if draw.chance(0.5):
-            leaves["bias"] = draw.normal(K).to(other())
-        options["activation"] = draw.one("swish", "silu", "sigmoid")
+            leaves["bias"] = draw.normal(K).to(further_dtype())
+        options["activation"] = draw.choose("swish", "silu", "sigmoid")
         options["norm_before_gate"] = draw.chance(0.6)
         if draw.chance(0.3):
-            options["eps"] = draw.one(1e-5, 1e-3)
+            options["eps"] = draw.choose(1e-5, 1e-3)
         own = {name: x for name, x in options.items() if name != "backend"}
         loop = lambda at, **x: loops.norm_and_gate(**{n: at(y) for n, y in x.items()}, **own, at=at)
     elif operator == "fused_beta_sigmoid":
-        leaves = {"x": draw.layout(draw.one(1.0, 10.0) * draw.normal(*shape, HV), views, "x").to(dtype)}
-        options["scale"] = draw.one(1.0, 2.0)
+        leaves = {"x": draw.layout(draw.choose(1.0, 10.0) * draw.normal(*shape, HV), views, "x").to(dtype)}
+        options["scale"] = draw.choose(1.0, 2.0)
         loop = lambda at, x: loops.sigmoid_strength(x, options["scale"], at)
     else:
         channels = operator == "fused_kda_gate"
         tail = (HV, K) if channels else (HV,)
-        leaves = {"g": draw.layout(draw.one(1.0, 5.0, 30.0) * draw.normal(*shape, *tail), views, "g").to(dtype)}
+        leaves = {"g": draw.layout(draw.choose(1.0, 5.0, 30.0) * draw.normal(*shape, *tail), views, "g").to(dtype)}
         if draw.chance(0.7):
-            leaves["A_log"] = (draw.one(1.0, 1.0, 3.0) * draw.normal(HV)).to(other())
+            leaves["A_log"] = (draw.choose(1.0, 1.0, 3.0) * draw.normal(HV)).to(further_dtype())
         if draw.chance(0.7):
-            leaves["dt_bias"] = (draw.one(1.0, 5.0) * draw.normal(*tail)).to(other())
-        lower = -draw.one(0.5, 2.0, 5.0, 30.0) if channels and draw.chance(0.5) else None
+            leaves["dt_bias"] = (draw.choose(1.0, 5.0) * draw.normal(*tail)).to(further_dtype())
+        lower = -draw.choose(0.5, 2.0, 5.0, 30.0) if channels and draw.chance(0.5) else None
         if lower is not None:
             options["lower_bound"] = lower
         if draw.chance(0.4):
-            options["output_dtype"] = draw.one(*draw.dtypes)
+            options["output_dtype"] = draw.choose(*draw.dtypes)
         loop = lambda at, g, A_log=None, dt_bias=None: loops.log_gate(
             g, A_log, dt_bias, lower, channels=channels, at=at
         )
@@ -553,39 +561,39 @@ def elementwise_call(draw: Draw, operator: str) -> Call:
 
 
 def ttt_leaves(draw: Draw, B: int, T: int, H: int, HV: int, K: int, dtype: torch.dtype) -> tuple[Any, Any, Any]:
-    other = lambda: dtype if draw.chance(0.6) else draw.one(*draw.dtypes)
+    further_dtype = lambda: dtype if draw.chance(0.6) else draw.choose(*draw.dtypes)
     views: dict[str, Callable[[Tensor], Tensor]] = {}
     options: dict[str, Any] = dict(draw.backend)
     leaves = {
         "q": draw.layout(draw.normal(B, T, H, K), views, "q").to(dtype),
-        "k": draw.layout(keys(draw, B, T, H, K) * draw.one(1.0, 1.0, 2.0), views, "k").to(dtype),
+        "k": draw.layout(keys(draw, B, T, H, K) * draw.choose(1.0, 1.0, 2.0), views, "k").to(dtype),
         "v": draw.layout(draw.normal(B, T, HV, K), views, "v").to(dtype),
-        "w": (1 + 0.1 * draw.normal(HV, K)).to(other()),
-        "b": (0.1 * draw.normal(HV, K)).to(other()),
+        "w": (1 + 0.1 * draw.normal(HV, K)).to(further_dtype()),
+        "b": (0.1 * draw.normal(HV, K)).to(further_dtype()),
     }
     for name in ("eta", "eta_col"):
         if name == "eta_col" and draw.chance(0.5):
             continue
         if draw.chance(0.3):
-            options[name] = draw.one(0.1, 0.01, 0.7)
+            options[name] = draw.choose(0.1, 0.01, 0.7)
         else:
             shape = (B, T, HV, 1) if draw.chance(0.5) else (B, T, HV)
-            leaves[name] = draw.layout(0.3 * draw.uniform(*shape), views, name).to(other())
+            leaves[name] = draw.layout(0.3 * draw.uniform(*shape), views, name).to(further_dtype())
     if draw.chance(0.4):
-        options["residual"] = draw.one("o", "q")
+        options["residual"] = draw.choose("o", "q")
     if draw.chance(0.3):
-        options["scale"] = draw.one(1.0, 0.3)
+        options["scale"] = draw.choose(1.0, 0.3)
     if draw.chance(0.3):
-        options["eps"] = draw.one(1e-5, 1e-3)
+        options["eps"] = draw.choose(1e-5, 1e-3)
     if draw.chance(0.5):
-        options["chunk_size"] = draw.one(16, 32, 64)
+        options["chunk_size"] = draw.choose(16, 32, 64)
     return leaves, views, options
 
 
 def ttt_call(draw: Draw, operator: str) -> Call:
     packed = draw.chance(0.5)
-    B, T, H = (1 if packed else draw.one(1, 2)), draw.length(50), draw.one(1, 2)
-    HV, K, dtype = H * draw.one(1, 1, 2), draw.one(8, 16, 24), draw.one(*draw.dtypes)
+    B, T, H = (1 if packed else draw.choose(1, 2)), draw.length(50), draw.choose(1, 2)
+    HV, K, dtype = H * draw.choose(1, 1, 2), draw.choose(8, 16, 24), draw.choose(*draw.dtypes)
     leaves, views, options = ttt_leaves(draw, B, T, H, HV, K, dtype)
     loop_options = {name: x for name, x in options.items() if name != "backend"}
     N, bounds = B, None
@@ -601,11 +609,11 @@ def ttt_call(draw: Draw, operator: str) -> Call:
         if draw.chance(0.3):
             options["state_v_first"] = loop_options["state_v_first"] = True
         if draw.chance(0.5):
-            leaves["initial_state"] = (0.3 * draw.normal(N, HV, K, K)).to(draw.one(*draw.narrow))
+            leaves["initial_state"] = (0.3 * draw.normal(N, HV, K, K)).to(draw.choose(*draw.narrow))
         if draw.chance(0.5):
-            leaves["initial_state_bias"] = (0.3 * draw.normal(N, HV, 1, K)).to(draw.one(*draw.narrow))
+            leaves["initial_state_bias"] = (0.3 * draw.normal(N, HV, 1, K)).to(draw.choose(*draw.narrow))
         if options.get("output_final_state") and draw.chance(0.4):
-            options["state_dtype"] = draw.one(*draw.narrow)
+            options["state_dtype"] = draw.choose(*draw.narrow)
         if draw.chance(0.3):
             options["disable_recompute"] = True
     elif draw.chance(0.5):
@@ -653,8 +661,8 @@ def serving_call(draw: Draw, operator: str) -> Call:
     """prefill, decode, decode_packed and verify."""
     packed = operator in ("prefill", "verify") and draw.chance(0.5)
     columns = draw.choices.randint(1, 5)
-    H, K, V, dtype = draw.one(1, 2), draw.one(8, 16, 24), draw.one(8, 16, 24), draw.one(*draw.dtypes)
-    HV = H * draw.one(1, 2)
+    H, K, V, dtype = draw.choose(1, 2), draw.choose(8, 16, 24), draw.choose(8, 16, 24), draw.choose(*draw.dtypes)
+    HV = H * draw.choose(1, 2)
     N = draw.choices.randint(1, 4)
     bounds = None
     if operator in ("decode", "decode_packed"):
@@ -663,20 +671,20 @@ def serving_call(draw: Draw, operator: str) -> Call:
     elif packed:
         lengths = [draw.choices.randint(0, columns if operator == "verify" else 40) for _ in range(N)]
         bounds = torch.tensor([0, *lengths]).cumsum(0)
-        B, T = 1, int(bounds[-1]) + draw.one(0, 0, 3)
+        B, T = 1, int(bounds[-1]) + draw.choose(0, 0, 3)
         sequences = [(0, slice(a, b)) for a, b in itertools.pairwise(bounds.tolist())]
     else:
         B, T = N, draw.choices.randint(1, columns) if operator == "verify" else draw.length(40)
         sequences = [(n, slice(0, T)) for n in range(N)]
-    rule = draw.one("delta", "gdn", "kda")
+    rule = draw.choose("delta", "gdn", "kda")
     if operator == "decode_packed":
-        rule = draw.one("gdn", "kda")
+        rule = draw.choose("gdn", "kda")
     channels = (K,) if rule == "kda" else ()
     options: dict[str, Any] = dict(draw.backend)
     loop_options: dict[str, Any] = {}
     views: dict[str, Callable[[Tensor], Tensor]] = {}
     leaves: dict[str, Tensor] = {}
-    other = lambda: dtype if draw.chance(0.6) else draw.one(*draw.dtypes)
+    further_dtype = lambda: dtype if draw.chance(0.6) else draw.choose(*draw.dtypes)
     raw = operator == "decode_packed"
     q, k, v = keys(draw, B, T, H, K), keys(draw, B, T, H, K), draw.normal(B, T, HV, V)
     if raw or draw.chance(0.5):
@@ -695,13 +703,13 @@ def serving_call(draw: Draw, operator: str) -> Call:
     if rule != "delta":
         if raw or draw.chance(0.5):
             loop_options["use_gate_in_kernel"] = True
-            names["g"] = draw.one(1.0, 4.0) * draw.normal(B, T, HV, *channels)
+            names["g"] = draw.choose(1.0, 4.0) * draw.normal(B, T, HV, *channels)
             if draw.chance(0.7):
                 names["A_log"] = draw.normal(HV)
             if draw.chance(0.7):
                 names["dt_bias"] = draw.normal(HV, *channels)
             if rule == "kda" and draw.chance(0.5):
-                options["lower_bound"] = loop_options["lower_bound"] = -draw.one(0.5, 5.0)
+                options["lower_bound"] = loop_options["lower_bound"] = -draw.choose(0.5, 5.0)
         else:
             names["g"] = log_gates(draw, B, T, HV, *channels)
         if rule == "kda" and not raw and draw.chance(0.3):
@@ -709,27 +717,27 @@ def serving_call(draw: Draw, operator: str) -> Call:
             options.setdefault("lower_bound", -3.0)
             loop_options["lower_bound"] = options["lower_bound"]
     if draw.chance(0.3):
-        options["scale"] = loop_options["scale"] = draw.one(1.0, -0.4)
+        options["scale"] = loop_options["scale"] = draw.choose(1.0, -0.4)
     for name, x in names.items():
-        leaves[name] = x.to(dtype if name in "qkv" else other())
+        leaves[name] = x.to(dtype if name in "qkv" else further_dtype())
     v_first = draw.chance(0.5)
     options["state_v_first"] = v_first
     loop_options["state_v_first"] = v_first
     slots = 4 * N * columns + 3
-    pool_dtype = draw.one(*draw.narrow)
+    pool_dtype = draw.choose(*draw.narrow)
     pool = draw.normal(slots, HV, *((V, K) if v_first else (K, V))).to(pool_dtype)
     order = list(range(slots))
     draw.choices.shuffle(order)
-    pad = draw.one(-1, -1, 0)
+    pad = draw.choose(-1, -1, 0)
     options["pad_slot_id"] = pad
     live = lambda s: s if s > pad and 0 <= s < slots else -1
     width = columns if operator == "verify" else 1
     table = [[order.pop() for _ in range(width)] for _ in range(N)]
     for row in table:
         if draw.chance(0.2):
-            row[draw.choices.randrange(width)] = draw.one(-1, slots + 2, -7)
+            row[draw.choices.randrange(width)] = draw.choose(-1, slots + 2, -7)
     shaped = (lambda x: torch.tensor(x)) if operator == "verify" else (lambda x: torch.tensor(x)[:, 0])
-    indices = shaped(table).to(draw.one(torch.int32, torch.int64))
+    indices = shaped(table).to(draw.choose(torch.int32, torch.int64))
     identity = operator != "verify" and draw.chance(0.15)
     if identity:
         table = [[n] for n in range(N)]
@@ -755,7 +763,7 @@ def serving_call(draw: Draw, operator: str) -> Call:
     checkpoints: list[tuple[int, int, int]] = []  # (sequence, ordinal, slot)
     every = None
     if operator == "prefill" and draw.chance(0.4):
-        every = draw.one(32, 64)
+        every = draw.choose(32, 64)
         count = T // every
         other_pool = draw.normal(8 + N * (count + 1), *pool.shape[1:]).to(pool_dtype)
         numbers = list(range(pad + 1, len(other_pool)))
@@ -854,37 +862,45 @@ def expected_slots(
 def serving_convolution_call(draw: Draw, operator: str) -> Call:
     drafts = operator == "conv1d_update"
     packed = draw.chance(0.5)
-    N, D, W, dtype = draw.choices.randint(1, 4), draw.one(1, 8, 24), draw.choices.randint(2, 8), draw.one(*draw.dtypes)
-    other = lambda: dtype if draw.chance(0.6) else draw.one(*draw.dtypes)
-    width = W - 1 + draw.one(0, 1, 4)
+    N, D, W, dtype = (
+        draw.choices.randint(1, 4),
+        draw.choose(1, 8, 24),
+        draw.choices.randint(2, 8),
+        draw.choose(*draw.dtypes),
+    )
+    further_dtype = lambda: dtype if draw.chance(0.6) else draw.choose(*draw.dtypes)
+    width = W - 1 + draw.choose(0, 1, 4)
     longest = width - W + 2 if drafts else 20
     bounds = None
     options: dict[str, Any] = dict(draw.backend)
     if packed:
         lengths = [draw.choices.randint(0, longest) for _ in range(N)]
         bounds = torch.tensor([0, *lengths]).cumsum(0)
-        B, T = 1, int(bounds[-1]) + draw.one(0, 0, 3)
+        B, T = 1, int(bounds[-1]) + draw.choose(0, 0, 3)
         sequences = [(0, slice(a, b)) for a, b in itertools.pairwise(bounds.tolist())]
         options["cu_seqlens"] = bounds
     else:
         B, T = N, draw.choices.randint(1, longest)
         sequences = [(n, slice(0, T)) for n in range(N)]
     views: dict[str, Callable[[Tensor], Tensor]] = {}
-    leaves = {"x": draw.layout(draw.normal(B, T, D), views, "x").to(dtype), "weight": draw.normal(D, W).to(other())}
+    leaves = {
+        "x": draw.layout(draw.normal(B, T, D), views, "x").to(dtype),
+        "weight": draw.normal(D, W).to(further_dtype()),
+    }
     if draw.chance(0.5):
-        leaves["bias"] = draw.normal(D).to(other())
-    activation = draw.one(None, "silu", "swish")
+        leaves["bias"] = draw.normal(D).to(further_dtype())
+    activation = draw.choose(None, "silu", "swish")
     slots = 2 * N + 3
-    pool_dtype = draw.one(*draw.dtypes)
+    pool_dtype = draw.choose(*draw.dtypes)
     pool = draw.normal(slots, D, width).to(pool_dtype)
     if draw.chance(0.3):
         pool = pool.mT.contiguous().mT
     order = list(range(slots))
     draw.choices.shuffle(order)
-    pad = draw.one(-1, -1, 0)
+    pad = draw.choose(-1, -1, 0)
     numbers = order[:N]
     if draw.chance(0.3):
-        numbers[draw.choices.randrange(N)] = draw.one(-1, slots + 2)
+        numbers[draw.choices.randrange(N)] = draw.choose(-1, slots + 2)
     options |= {"state_indices": torch.tensor(numbers), "activation": activation, "pad_slot_id": pad}
     live = [s if s > pad and 0 <= s < slots else -1 for s in numbers]
     fresh = [False] * N
@@ -924,17 +940,17 @@ def serving_convolution_call(draw: Draw, operator: str) -> Call:
 
 
 def serving_ttt_call(draw: Draw, operator: str) -> Call:
-    N, H, K, dtype = draw.choices.randint(1, 4), draw.one(1, 2), draw.one(8, 16, 24), draw.one(*draw.dtypes)
-    HV = H * draw.one(1, 2)
+    N, H, K, dtype = draw.choices.randint(1, 4), draw.choose(1, 2), draw.choose(8, 16, 24), draw.choose(*draw.dtypes)
+    HV = H * draw.choose(1, 2)
     leaves, views, options = ttt_leaves(draw, N, 1, H, HV, K, dtype)
     loop_options = {name: x for name, x in options.items() if name != "backend"}
-    slots, pad, pool_dtype = 2 * N + 3, draw.one(-1, -1, 0), draw.one(*draw.narrow)
+    slots, pad, pool_dtype = 2 * N + 3, draw.choose(-1, -1, 0), draw.choose(*draw.narrow)
     pool = ttt_places(draw, slots, HV, K, options.get("chunk_size", 16), pool_dtype)
     order = list(range(slots))
     draw.choices.shuffle(order)
     numbers = order[:N]
     if draw.chance(0.3):
-        numbers[draw.choices.randrange(N)] = draw.one(-1, slots + 2)
+        numbers[draw.choices.randrange(N)] = draw.choose(-1, slots + 2)
     live = [s if s > pad and 0 <= s < slots else -1 for s in numbers]
     options |= {"state_indices": torch.tensor(numbers), "pad_slot_id": pad}
     touched = sorted(s for s in live if s >= 0)

@@ -114,7 +114,7 @@ def tokens(a: dict[str, torch.Tensor], rows: slice) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_long_sequence_is_its_pieces_one_after_another(rule: str, results):
+def test_a_long_sequence_equals_its_pieces(rule: str, results):
     """Forward and backward: the state is passed on, and its gradient is passed back."""
     T, options = shapes.LONG_LENGTHS[0], {"output_final_state": True}
     a = inputs.draw("random", rule, Shape(1, T, 1, 1, 8, 8), state="normal")
@@ -132,7 +132,7 @@ def test_a_long_sequence_is_its_pieces_one_after_another(rule: str, results):
 
 
 @pytest.mark.long
-def test_a_million_tokens_end_as_their_last_piece(results):
+def test_a_million_tokens_have_the_final_state_of_their_last_piece(results):
     T, options = shapes.LONG_LENGTHS[1] + 1, {"output_final_state": True}
     a = inputs.draw("random", "gated_delta_rule", Shape(1, T, 1, 1, 8, 8), state="normal")
     whole = results(wyfold.chunk_gated_delta_rule, a, **options)
@@ -170,7 +170,7 @@ def test_a_long_training_step_fits_in_four_gib():
     assert int(done.stdout) * 1024 <= 4 * GIB, f"peak {int(done.stdout) / 2**20:.2f} GiB"
 
 
-class Tally(torch.utils._python_dispatch.TorchDispatchMode):
+class OperationCount(torch.utils._python_dispatch.TorchDispatchMode):
     """Dispatch mode that counts operations, and the elements of the largest result."""
 
     def __init__(self):
@@ -187,18 +187,18 @@ class Tally(torch.utils._python_dispatch.TorchDispatchMode):
         return found
 
 
-def tallied(monkeypatch, rule: str, shape: Shape, results, **options: Any) -> dict[str, Tally]:
+def operation_counts(monkeypatch, rule: str, shape: Shape, results, **options: Any) -> dict[str, OperationCount]:
     """Counts of the launches of each direction. They are taken inside of the operators, which hide them from outer
     modes.
     """
-    tallies = {}
+    counts = {}
 
     def watched(direction: str):
         run = getattr(pipeline, direction)
 
         def counted(*arguments: Any) -> Any:
-            tallies[direction] = Tally()
-            with tallies[direction]:
+            counts[direction] = OperationCount()
+            with counts[direction]:
                 return run(*arguments)
 
         return counted
@@ -207,22 +207,26 @@ def tallied(monkeypatch, rule: str, shape: Shape, results, **options: Any) -> di
         for direction in ("_forward", "_backward"):
             patch.setattr(pipeline, f"{direction}_op", watched(direction))
         results(chunked(rule), inputs.draw("random", rule, shape), output_final_state=True, **options)
-    return tallies
+    return counts
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["rebuild", "keep"])
 def test_no_tensor_holds_a_chunk_of_rows_for_every_channel(keep: bool, results, monkeypatch):
     """A channel-wise decay is no [T, C, K] table; not even of one head."""
     T, K, C, H = 4096, 64, 64, 2
-    tallies = tallied(monkeypatch, "kda", Shape(1, T, H, H, K, K), results, chunk_size=C, disable_recompute=keep)
-    for direction, tally in tallies.items():
+    counts = operation_counts(
+        monkeypatch, "kda", Shape(1, T, H, H, K, K), results, chunk_size=C, disable_recompute=keep
+    )
+    for direction, tally in counts.items():
         assert 0 < tally.largest < T * C * K * H / 4, f"{direction}: {tally.largest}"
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_no_loop_over_tokens(rule: str, results, monkeypatch):
     """One more token costs the chunk form less than five operations, over all launches and both directions."""
-    short, long = (tallied(monkeypatch, rule, Shape(1, T, 1, 1, 8, 8), results, chunk_size=64) for T in (1024, 4096))
+    short, long = (
+        operation_counts(monkeypatch, rule, Shape(1, T, 1, 1, 8, 8), results, chunk_size=64) for T in (1024, 4096)
+    )
     extra = sum(long[direction].count - short[direction].count for direction in long)
     assert 0 <= extra < 5 * (4096 - 1024)
 
@@ -230,15 +234,15 @@ def test_no_loop_over_tokens(rule: str, results, monkeypatch):
 # --- what does not fit -----------------------------------------------------------------------------------------------
 
 
-def available() -> int:
+def available_memory() -> int:
     """Bytes of memory that are available now."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def must_fit(what: str, needed: int) -> None:
+def require_memory(what: str, needed: int) -> None:
     """Skip unless the machine has `needed` bytes available."""
-    if available() < needed:
-        there = f"{needed / GIB:.0f} GiB, this machine has {available() / GIB:.0f}"
+    if available_memory() < needed:
+        there = f"{needed / GIB:.0f} GiB, this machine has {available_memory() / GIB:.0f}"
         pytest.skip(f"{what} need {there}: waits for the GPU")
 
 
@@ -247,7 +251,7 @@ def test_more_than_two_to_the_31_elements(results):
     size = shapes.OVER_INT32
     elements = size.T * size.H * size.K
     assert elements > 2**31
-    must_fit("2^31 elements in each of q, k, v, o and their gradients", 10 * 4 * elements)
+    require_memory("2^31 elements in each of q, k, v, o and their gradients", 10 * 4 * elements)
     head = inputs.draw("random", "delta_rule", Shape(1, size.T, 1, 1, size.K, size.V))
     every = {name: x.repeat_interleave(size.H, 2) for name, x in head.items()}
     fed = inputs.incoming(head["v"])

@@ -121,7 +121,7 @@ def test_in_the_gradient_of_a_state(rule: str, form: str, results):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rule", RULES[1:])
-def test_a_gate_that_grows_until_it_overflows_harms_no_neighbour(rule: str, form: str, results):
+def test_an_overflowing_gate_changes_no_neighbour(rule: str, form: str, results):
     """g > 0 is outside the contract: its own results may overflow, no one else's change."""
     a, fed, options = call(rule)
     op = getattr(wyfold, f"{form}_{rule}")

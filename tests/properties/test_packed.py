@@ -47,7 +47,7 @@ def sequence_of(found: dict[str, Any], n: int, begin: int, end: int) -> dict[str
     [1, 16], 0, (1, 1), (16, 64), torch.bfloat16, "weak", 0
 )  # regression: an outer product in a batch of one took another code path
 @example([0, 48, 64], 0, (1, 1), (24, 64), torch.float16, "weak", 0)
-def test_alone_in_company_and_in_another_order(
+def test_alone_among_others_and_reordered(
     results,
     rule: str,
     form: str,

@@ -28,7 +28,7 @@ def case(rule: str, dtype: torch.dtype = torch.float32):
 
 
 @pytest.mark.parametrize("rule, form", CASES)
-def test_again(rule: str, form: str, threads: int, results):
+def test_repeated_call(rule: str, form: str, threads: int, results):
     op = getattr(wyfold, f"{form}_{rule}")
     a = case(rule, torch.bfloat16 if form == "chunk" else torch.float32)
     first = results(op, a)

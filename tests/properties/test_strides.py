@@ -17,28 +17,28 @@ FORMS = ("chunk", "fused_recurrent")
 def reordered(order: Callable[[int], list[int]]) -> Callable[[Tensor], Tensor]:
     """A function that permutes the axes in memory and leaves the tensor's values and shape unchanged."""
 
-    def lay(x: Tensor) -> Tensor:
+    def place(x: Tensor) -> Tensor:
         axes = order(x.ndim)
         back = sorted(range(x.ndim), key=axes.__getitem__)
         return x.permute(axes).contiguous().permute(back)
 
-    return lay
+    return place
 
 
 def inside(before: int, after: int, axis: int) -> Callable[[Tensor], Tensor]:
     """A function that places a tensor inside a longer one along an axis, with NaN around it."""
 
-    def lay(x: Tensor) -> Tensor:
+    def place(x: Tensor) -> Tensor:
         at = axis % x.ndim
         size = list(x.shape)
         size[at] += before + after
         return torch.full(size, torch.nan, dtype=x.dtype).narrow(at, before, x.shape[at]).copy_(x)
 
-    return lay
+    return place
 
 
 def every_other(axis: int) -> Callable[[Tensor], Tensor]:
-    def lay(x: Tensor) -> Tensor:
+    def place(x: Tensor) -> Tensor:
         at = axis % x.ndim
         return (
             torch.stack([x, torch.full_like(x, torch.nan)], at + 1)
@@ -47,7 +47,7 @@ def every_other(axis: int) -> Callable[[Tensor], Tensor]:
             .select(at + 1, 0)
         )
 
-    return lay
+    return place
 
 
 def off_by_one(x: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rule", RULES)
-def test_kind(rule: str, form: str, kind: str, results):
+def test_stride_kind(rule: str, form: str, kind: str, results):
     op = getattr(wyfold, f"{form}_{rule}")
     for dtype in (torch.float32, torch.bfloat16):
         a = inputs.draw("random", rule, Shape(2, 21, 2, 4, 16, 8), gate="weak", state="normal", dtype=dtype)

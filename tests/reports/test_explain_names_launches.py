@@ -30,7 +30,7 @@ def drawn(rule: str, B: int = 1, T: int = 128) -> Call:
     return a | {"backend": "triton", "chunk_size": 64}
 
 
-def laid_out(x: Tensor, step: int, first: int = 0) -> Tensor:
+def with_row_stride(x: Tensor, step: int, first: int = 0) -> Tensor:
     """A copy of x with `step` elements from row to row, after `first` elements."""
     memory = x.new_empty(x.shape[:-1].numel() * step + first)
     return memory[first:].view(*x.shape[:-1], step)[..., : x.shape[-1]].copy_(x.detach()).requires_grad_()
@@ -38,12 +38,12 @@ def laid_out(x: Tensor, step: int, first: int = 0) -> Tensor:
 
 def odd_v(rule: str) -> Call:
     a = drawn(rule)
-    return a | {"v": laid_out(a["v"], 128, first=1)}
+    return a | {"v": with_row_stride(a["v"], 128, first=1)}
 
 
 def wide_rows(rule: str) -> Call:
     a = drawn(rule)
-    return a | {name: laid_out(a[name], 129) for name in ("q", "k", "v")}
+    return a | {name: with_row_stride(a[name], 129) for name in ("q", "k", "v")}
 
 
 def part_of_longer_rows(rule: str) -> Call:
@@ -117,13 +117,13 @@ def compare(rule: str, a: Call, gradient: Callable[[Tensor], Tensor]) -> None:
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 @pytest.mark.parametrize("rule", RULES)
-def test_whatever_the_layout_of_the_arguments(rule: str, call: Callable[[str], Call]):
+def test_layouts_of_the_arguments(rule: str, call: Callable[[str], Call]):
     compare(rule, call(rule), GRADIENTS["plain"])
 
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
 @pytest.mark.parametrize("rule", RULES)
-def test_whatever_the_layout_of_the_gradient(rule: str, gradient: str):
+def test_layouts_of_the_gradient(rule: str, gradient: str):
     compare(rule, drawn(rule), GRADIENTS[gradient])
 
 
@@ -133,7 +133,7 @@ def test_in_segments(rule: str, gradient: str):
     """With segment summaries in both directions."""
     a = drawn(rule, T=256)
     with segment_rule.forced(4):
-        compare(rule, a | {"v": laid_out(a["v"], 128, first=1)}, GRADIENTS[gradient])
+        compare(rule, a | {"v": with_row_stride(a["v"], 128, first=1)}, GRADIENTS[gradient])
 
 
 def test_explain_names_what_is_copied_first():
@@ -146,4 +146,4 @@ def test_explain_names_what_is_copied_first():
 @pytest.mark.parametrize("rule", RULES)
 def test_other_dtypes(rule: str, dtype: torch.dtype):
     a = {name: x.detach().to(dtype).requires_grad_() if isinstance(x, Tensor) else x for name, x in drawn(rule).items()}
-    compare(rule, a | {"v": laid_out(a["v"], 128, first=1)}, GRADIENTS["expanded"])
+    compare(rule, a | {"v": with_row_stride(a["v"], 128, first=1)}, GRADIENTS["expanded"])

@@ -17,24 +17,24 @@ from wyfold.runtime.torch_ops import _isolated
 
 products = torch.backends.mkldnn.matmul
 seen: list[str] = []
-"""The setting inside each call of `look`."""
+"""The setting inside each call of `record_setting`."""
 started, finish = threading.Event(), threading.Event()
 
 
-def look(x: torch.Tensor) -> torch.Tensor:
+def record_setting(x: torch.Tensor) -> torch.Tensor:
     seen.append(products.fp32_precision)
     return x + 0
 
 
-def stay(x: torch.Tensor) -> torch.Tensor:
+def call_until_finished(x: torch.Tensor) -> torch.Tensor:
     """A call that lasts until `finish` is set."""
     started.set()
     assert finish.wait(60)
-    return look(x)
+    return record_setting(x)
 
 
-look_op = _isolated(look)
-stay_op = _isolated(stay)
+look_op = _isolated(record_setting)
+stay_op = _isolated(call_until_finished)
 x = torch.zeros(1)
 
 
@@ -93,7 +93,7 @@ def test_the_parent_goes_on_as_before(another_call: threading.Thread):
     assert (seen[-1], products.fp32_precision) == ("ieee", "bf16")
 
 
-def test_what_another_thread_set_meanwhile_stays(another_call: threading.Thread):
+def test_a_setting_of_another_thread_is_kept(another_call: threading.Thread):
     products.fp32_precision = "tf32"
     finish.set()
     another_call.join()

@@ -77,7 +77,7 @@ REFUSED = (
 
 
 @pytest.fixture(scope="module")
-def ends_of_refused(tmp_path_factory) -> dict[str, list[str]]:
+def refused_commands(tmp_path_factory) -> dict[str, list[str]]:
     """For every refused command, in a folder with a few files: exit code, whether torch was imported, and message."""
     folder = tmp_path_factory.mktemp("refused")
     for name, content in (("text", b"some text\n" * 9), ("binary", b"a\0b"), ("empty", b""), ("blank", b"\n\n")):
@@ -99,8 +99,8 @@ def ends_of_refused(tmp_path_factory) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_a_refusal_needs_no_torch(words: str, ends_of_refused: dict[str, list[str]]):
-    code, torch_imported, said = ends_of_refused[words]
+def test_a_refusal_needs_no_torch(words: str, refused_commands: dict[str, list[str]]):
+    code, torch_imported, said = refused_commands[words]
     assert code == 2, said
     assert said.startswith("wyfold") and said.count("\n") == 1
     assert not torch_imported
@@ -132,7 +132,7 @@ def test_type_checkers_and_python_see_the_same_names():
     assert set(wyfold.__all__) == {*wyfold._SOURCES, *wyfold._SUBMODULES}
 
 
-def test_every_public_name_is_listed_found_and_itself():
+def test_every_public_name_is_listed_and_importable():
     assert set(wyfold.__all__) <= set(dir(wyfold))
     everything: dict[str, object] = {}
     exec("from wyfold import *", everything)

@@ -124,7 +124,7 @@ def test_copies_reset_their_weight_after_the_original_is_gone():
         assert model.embedding.weight.isfinite().all()
 
 
-def test_a_reset_of_a_deleted_module_says_so():
+def test_a_reset_of_a_deleted_module_raises():
     reset_parameters = Decoder(CONFIG).embedding.reset_parameters
     gc.collect()
     with pytest.raises(ReferenceError, match=r"^reset_parameters: its module must exist, got a deleted one"):

@@ -109,13 +109,13 @@ def decoder_cases(other):
             change(model)
         return model(tokens(c), tokens(c) if labels else None, cp_context=c)
 
-    def same_on_ranks(name, values):
+    def difference_message(name, values):
         return f"Decoder: {name} must be the same on all ranks, got {values}"
 
     return {
         "labels": (
             lambda c: call(c, labels=not other),
-            same_on_ranks("labels given", "True on rank 0; False on rank 1"),
+            difference_message("labels given", "True on rank 0; False on rank 1"),
         ),
         "tokens": (
             lambda c: decoder()(tokens(c, other), cp_context=c),
@@ -131,19 +131,19 @@ def decoder_cases(other):
         ),
         "options": (
             lambda c: call(c, options={"attention": {"window": 5 if other else 6}}),
-            same_on_ranks("config.options", ".*'window': 6.* on rank 0; .*'window': 5.* on rank 1"),
+            difference_message("config.options", ".*'window': 6.* on rank 0; .*'window': 5.* on rank 1"),
         ),
         "pattern": (
             lambda c: call(c, pattern="gdn" if other else "kda"),
-            same_on_ranks("config.pattern", "kda on rank 0; gdn on rank 1"),
+            difference_message("config.pattern", "kda on rank 0; gdn on rank 1"),
         ),
         "frozen parameters": (
             lambda c: call(c, change=lambda model: model.blocks[0].mlp.requires_grad_(False)),
-            same_on_ranks("the parameters", ".* numbers, float32"),
+            difference_message("the parameters", ".* numbers, float32"),
         ),
         "recompute": (
             lambda c: call(c, change=lambda model: model.recompute("blocks")),
-            same_on_ranks("recompute", "None on rank 0; blocks on rank 1"),
+            difference_message("recompute", "None on rank 0; blocks on rank 1"),
         ),
         "a layout": (
             lambda c: decoder()(tokens(c), layout=c.layout if other else None, cp_context=c),

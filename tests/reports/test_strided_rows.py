@@ -40,7 +40,7 @@ OPERATORS: dict[str, tuple[Callable[..., Tensor], dict[str, tuple[int, ...]]]] =
 
 @pytest.mark.parametrize("apart", ["inputs", "gradient", "both"])
 @pytest.mark.parametrize("name", OPERATORS)
-def test_rows_that_lie_apart(name: str, apart: str, device: torch.device):
+def test_strided_rows(name: str, apart: str, device: torch.device):
     operator, shapes = OPERATORS[name]
     torch.manual_seed(0)
     given = {argument: torch.randn(shape, device=device) for argument, shape in shapes.items()}

@@ -85,7 +85,7 @@ PLAIN = {
 
 @pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize(("subject", "name"), ARGUMENTS)
-def test_tensors_that_stand_for_others(subject: OperatorSpec, name: str, kind: str):
+def test_tensors_without_plain_storage(subject: OperatorSpec, name: str, kind: str):
     run, x = unary_function(subject, name)
     as_it_is, plain = PLAIN[kind]
     with torch.no_grad():

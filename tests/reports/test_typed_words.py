@@ -308,7 +308,7 @@ def test_every_operator_accepts_the_generated_shapes(op: str):
         assert Case(op, cases.PINNED[name], gate, "bfloat16", "fwd", 0, name=name).refusal() == ""
 
 
-def test_decoding_has_a_default_shape_of_its_own(monkeypatch, tmp_path):
+def test_decoding_has_its_own_default_shape(monkeypatch, tmp_path):
     monkeypatch.setitem(cases.PINNED, bench.DECODED, Shape(3, 1, 1, 1, 8, 8))
     monkeypatch.setattr(
         bench,

@@ -386,7 +386,7 @@ def test_a_layer_cache_is_made_and_updated_from_mappings():
     assert len(other) == 0
 
 
-def test_a_saved_layer_cache_goes_on(ids, tmp_path):
+def test_a_saved_layer_cache_continues(ids, tmp_path):
     layer = decoder("gdn").blocks[0].mixer
     x = torch.randn(2, 5, 32)
     cache = LayerCache()
