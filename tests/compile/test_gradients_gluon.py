@@ -20,7 +20,7 @@ GLUON = ("wyfold_gradients_gluon", "wyfold_gradients_channel_gluon")
 NAMES = ("wyfold_gradients_triton", *GLUON)
 
 
-def taken(
+def kernels_of(
     op=wyfold.chunk_gated_delta_rule, T=70, H=2, HV=2, K=128, dtype=torch.bfloat16, stride=1, wrt="qkv", **options
 ):
     """Kernels of `gradients` that a call would launch on sm_90."""
@@ -57,7 +57,7 @@ def title(call: dict) -> str:
     ids=title,
 )
 def test_served_in_gluon(call: dict):
-    assert taken(**call) == ["wyfold_gradients_gluon"]
+    assert kernels_of(**call) == ["wyfold_gradients_gluon"]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_served_in_gluon(call: dict):
     ids=title,
 )
 def test_channel_gate_served_in_gluon(call: dict):
-    assert taken(wyfold.chunk_kda, **call) == ["wyfold_gradients_channel_gluon"]
+    assert kernels_of(wyfold.chunk_kda, **call) == ["wyfold_gradients_channel_gluon"]
 
 
 KDA = {"op": wyfold.chunk_kda}
@@ -93,7 +93,7 @@ KDA = {"op": wyfold.chunk_kda}
     ids=title,
 )
 def test_left_to_triton(call: dict):
-    assert taken(**call) == ["wyfold_gradients_triton"]
+    assert kernels_of(**call) == ["wyfold_gradients_triton"]
 
 
 def test_an_overwritten_operand_is_found():

@@ -38,7 +38,7 @@ def call(
     wyfold.chunk_kda(q, k, v, g, beta, cu_seqlens=None if cu is None else torch.tensor(cu), **options)
 
 
-def taken(**given) -> list[str]:
+def kernels_of(**given) -> list[str]:
     """Kernels of `prepare` that a call would launch on sm_90."""
     found = []
     with aot.pretend_gpu("sm_90", lambda kernel, *_, **__: found.append(kernel.fn.__name__)):
@@ -65,14 +65,14 @@ INSIDE = {"use_gate_in_kernel": True, "A_log": torch.zeros(2), "dt_bias": torch.
     ids=lambda given: ", ".join(given) or "as it is",
 )
 def test_served_in_gluon(given: dict):
-    assert taken(**given) == ["wyfold_prepare_channel_gluon"]
+    assert kernels_of(**given) == ["wyfold_prepare_channel_gluon"]
 
 
 @pytest.mark.parametrize(
     "given", [{"K": 64}, {"dtype": torch.float16}, {"chunk_size": 32}], ids=lambda given: ", ".join(given)
 )
 def test_left_to_triton(given: dict):
-    assert taken(**given) == ["wyfold_prepare_triton"]
+    assert kernels_of(**given) == ["wyfold_prepare_triton"]
 
 
 @pytest.mark.long

@@ -18,7 +18,7 @@ BACKWARD = ["wyfold_ttt_replay_triton", "wyfold_ttt_bwd_triton", "wyfold_ttt_par
 BACKWARD += ["wyfold_ttt_gradients_triton"]
 
 
-def taken(T=70, D=64, dtype=torch.bfloat16, stride=1, B=2, grad=True, **options):
+def kernels_of(T=70, D=64, dtype=torch.bfloat16, stride=1, B=2, grad=True, **options):
     """Kernels that a call would launch on sm_90."""
     found = []
     q, k, v = (torch.zeros(B, T * stride, 2, D, dtype=dtype)[:, ::stride].requires_grad_(grad) for _ in range(3))
@@ -43,7 +43,7 @@ def taken(T=70, D=64, dtype=torch.bfloat16, stride=1, B=2, grad=True, **options)
     ids=lambda call: ", ".join(call) or "as it is",
 )
 def test_served_in_gluon(call: dict):
-    assert taken(**call) == ["wyfold_ttt_gluon", *(BACKWARD if call.get("grad", True) else [])]
+    assert kernels_of(**call) == ["wyfold_ttt_gluon", *(BACKWARD if call.get("grad", True) else [])]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_served_in_gluon(call: dict):
     ids=lambda call: ", ".join(call),
 )
 def test_left_to_triton(call: dict):
-    assert taken(**call) == ["wyfold_ttt_triton", "wyfold_ttt_outputs_triton", *BACKWARD]
+    assert kernels_of(**call) == ["wyfold_ttt_triton", "wyfold_ttt_outputs_triton", *BACKWARD]
 
 
 def test_explained_as_it_is_launched():

@@ -127,8 +127,8 @@ def pooled(**more: Any) -> dict[str, Any]:
     }
 
 
-def decoded(rule: str, *, turned: bool = False, out: bool = False, **options: Any) -> Made:
-    given = tokens(rule, *((1, N) if turned else (N, 1)))
+def decoded(rule: str, *, swapped: bool = False, out: bool = False, **options: Any) -> Made:
+    given = tokens(rule, *((1, N) if swapped else (N, 1)))
     return serving.decode, {**given, **pooled(**options), "out": torch.empty_like(given["v"]) if out else None}
 
 
@@ -164,8 +164,8 @@ def inner(**options: Any) -> Made:
     return wyfold.chunk_ttt_linear, {**given, **options, "backend": "triton"}
 
 
-def inner_decoded(*, turned: bool = False, out: bool = False, **options: Any) -> Made:
-    q, k, v = torch.randn(3, *((1, N) if turned else (N, 1)), HV, D).unbind()
+def inner_decoded(*, swapped: bool = False, out: bool = False, **options: Any) -> Made:
+    q, k, v = torch.randn(3, *((1, N) if swapped else (N, 1)), HV, D).unbind()
     S, c = torch.randn(2, 9, HV, D, D), torch.randn(2, 9, HV, 1, D)
     pool = wyfold.TTTState(S[0], c[0], S[1], c[1], torch.zeros(9, dtype=torch.int32))
     given = {"q": q, "k": k, "v": v, "w": torch.randn(HV, D), "b": torch.randn(HV, D), "eta": torch.rand(*v.shape[:3])}
@@ -226,8 +226,8 @@ KINDS: dict[str, Callable[[], Made]] = {
     "recurrent gdn": lambda: recurrent("gdn"),
     "decode delta": lambda: decoded("delta"),
     "decode gdn": lambda: decoded("gdn", out=True),
-    "decode kda, turned": lambda: decoded("kda", turned=True),
-    "decode gdn, turned, out": lambda: decoded("gdn", turned=True, out=True),
+    "decode kda, swapped": lambda: decoded("kda", swapped=True),
+    "decode gdn, swapped, out": lambda: decoded("gdn", swapped=True, out=True),
     "decode gdn, flags": lambda: decoded("gdn", has_initial_state=torch.ones(N, dtype=torch.bool)),
     "verify gdn": lambda: verified("gdn"),
     "prefill kda": lambda: prefilled("kda"),
@@ -249,8 +249,8 @@ KINDS: dict[str, Callable[[], Made]] = {
     "ttt, steps as numbers": lambda: inner(eta=0.1, eta_col=2, residual="q"),
     "ttt, packed": lambda: inner(cu_seqlens=layout(), initial_state=torch.randn(N, HV, D, D), output_final_state=True),
     "ttt_decode": inner_decoded,
-    "ttt_decode, turned": lambda: inner_decoded(turned=True, eta=0.1),
-    "ttt_decode, turned, out": lambda: inner_decoded(turned=True, out=True),
+    "ttt_decode, swapped": lambda: inner_decoded(swapped=True, eta=0.1),
+    "ttt_decode, swapped, out": lambda: inner_decoded(swapped=True, out=True),
     "solve_tril": inverted,
     "solve_tril, packed": lambda: inverted(cu_seqlens=layout(), output_dtype=torch.bfloat16),
     "chunk_scaled_dot_kkt": grams,
@@ -463,7 +463,7 @@ def test_a_call_without_launches_is_not_recorded(lines: list[tuple[Any, ...]]):
 
 
 def test_out_is_returned_itself(lines: list[tuple[Any, ...]]):
-    for kind in ("decode gdn", "decode gdn, turned, out", "ttt_decode, turned, out"):
+    for kind in ("decode gdn", "decode gdn, swapped, out", "ttt_decode, swapped, out"):
         for _ in range(4):
             call, given = KINDS[kind]()
             assert call(**given) is given["out"]

@@ -154,10 +154,10 @@ def test_a_plain_call_skips_the_dispatcher_and_an_observed_one_does_not(seen: li
 def test_tensors_whose_memory_does_not_hold_their_values(seen: list[str]):
     """The memory of a negated view has the other sign; PyTorch's dispatcher resolves it."""
     x = torch.randn(TOKENS)
-    turned = torch.complex(torch.zeros_like(x), -x).conj().imag
-    assert turned.is_neg() and torch.equal(turned, x)
+    negated = torch.complex(torch.zeros_like(x), -x).conj().imag
+    assert negated.is_neg() and torch.equal(negated, x)
     with torch.no_grad():
-        assert torch.equal(wyfold.chunk_delta_rule(turned, x, x)[0], wyfold.chunk_delta_rule(x, x, x)[0])
+        assert torch.equal(wyfold.chunk_delta_rule(negated, x, x)[0], wyfold.chunk_delta_rule(x, x, x)[0])
     assert len(seen) == 1
     with torch.no_grad():
         zero = torch._efficientzerotensor(TOKENS)
