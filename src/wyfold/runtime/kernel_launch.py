@@ -9,9 +9,8 @@ A recorder can observe a thread's launches (`observe_steps`). It gets each as a 
 on other addresses without any lookup (`runtime/replay_cache.py`). A dry run (`dry_run`) launches nothing and only
 reports kernels that are not compiled.
 
-Launches go through Triton as usual where something is not recognised: under the interpreter, with a Triton whose
-compiled kernels look different, with arguments of other types, and in a process with launch hooks (profilers) or debug
-compilation.
+Triton itself launches where something is not recognised. That is so under the interpreter, with a Triton whose compiled
+kernels look different, for arguments of other types, and with launch hooks (profilers) or debug compilation.
 """
 
 from __future__ import annotations

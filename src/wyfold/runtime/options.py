@@ -67,8 +67,8 @@ class DeltaOptions(NamedTuple):
 def gradient_unit(scale: float, dtype: torch.dtype) -> float:
     """Unit of the gradients that pass through states in kernels: a factor of `scale`.
 
-    float32: a power of two. The gradient of a state then keeps its bits when it leaves one call and enters the next, so
-    a split call has the gradients of the whole. The rest of the scale multiplies do.
+    float32: a power of two. The gradient of a state then keeps its bits when it leaves one call and enters the next. A
+    split call therefore has the gradients of the whole. The rest of the scale multiplies do.
 
     bfloat16, float16: all of the scale. do then enters products unchanged; a factor would round it once more.
 

@@ -1,9 +1,9 @@
 """Recorder: turns one execution of a call into a `Recording`.
 
 The recorder sees PyTorch's operations as a dispatch mode and kernel launches as an observer of
-`kernel_launch.launch_kernel`. It numbers every tensor, follows views back to the numbered tensor they are part of, and
-writes allocations, launches, operations and waits down as steps on these numbers. It gives up, with a reason, on
-anything that a replay could not repeat exactly.
+`kernel_launch.launch_kernel`. It numbers every allocation and follows views back to it. Allocations, launches,
+operations and waits become steps on these numbers. It gives up, with a reason, on anything that a replay could not
+repeat exactly.
 """
 
 from __future__ import annotations

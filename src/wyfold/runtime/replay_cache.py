@@ -128,7 +128,7 @@ def _key(tensors: tuple[Any, ...], values: tuple[Any, ...], addresses: list[int]
     if not torch_ops.in_plain_eager() or check.checking_contents() or explaining():
         return None
     differentiable = torch.is_grad_enabled()
-    # The types of the values are part of the key: True equals 1, but is not a legal number.
+    # The types of the values are part of the key: 1 equals True, but is not a legal flag.
     key: list[Any] = [
         values,
         tuple(map(type, values)),
