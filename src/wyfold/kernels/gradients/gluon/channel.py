@@ -853,28 +853,28 @@ def _near_pairs(near, h, q, k, a, dq, dk, dw, over, NEAR: gl.constexpr):
     """
     q, k, a = _split8_rows(q), _split8_rows(k), _split8_rows(a)
     dq, dk, dw = _split8_rows(dq), _split8_rows(dk), _split8_rows(dw)
-    dg, later = (), over
+    dg, suffix_sum = (), over
     for i in gl.static_range(8):
-        later = gl.fma(q[7 - i], dq[7 - i], gl.fma(k[7 - i], dk[7 - i], later))
-        dg = _concat_tuples((later,), dg)
-    earlier = over * 0.0
+        suffix_sum = gl.fma(q[7 - i], dq[7 - i], gl.fma(k[7 - i], dk[7 - i], suffix_sum))
+        dg = _concat_tuples((suffix_sum,), dg)
+    prefix_sum = over * 0.0
     for s in gl.static_range(8):
         dk = _add_to_row(dk, s, dw[s])
-        dg = _add_to_row(dg, s, earlier)
-        earlier = gl.fma(k[s], dw[s], earlier)
+        dg = _add_to_row(dg, s, prefix_sum)
+        prefix_sum = gl.fma(k[s], dw[s], prefix_sum)
     for s in gl.static_range(8):
         P, J = _load_coefficients(_row_block(near, 2 * s + h, 32), NEAR)
         dq = _add_to_row(dq, s, P[s] * k[s])
         dk = _add_to_row(dk, s, P[s] * q[s])
-        z, zs = k[s], ()
+        z, z_rows = k[s], ()
         for r in gl.static_range(s + 1, 8):
             z = z * a[r]
             dq, dk = _add_to_row(dq, r, P[r] * z), _add_to_row(dk, r, J[r] * z)
-            zs = _concat_tuples(zs, (z,))
+            z_rows = _concat_tuples(z_rows, (z,))
         b = over * 0.0
         for i in gl.static_range(7 - s):
             b = gl.fma(P[7 - i], q[7 - i], gl.fma(J[7 - i], k[7 - i], b))
-            dg = _add_to_row(dg, 7 - i, zs[6 - s - i] * b)
+            dg = _add_to_row(dg, 7 - i, z_rows[6 - s - i] * b)
             b = b * a[7 - i]
         dk = _add_to_row(dk, s, b)
     return _join8_rows(dq, NEAR), _join8_rows(dk, NEAR), _join8_rows(dg, NEAR)
