@@ -25,7 +25,7 @@ from wyfold.tile.activation.triton import exp, sigmoid
 from wyfold.tile.decay.triton import FLOOR, activated, gate_flags, load_gate_parameters
 from wyfold.tile.index.triton import load_token_number, strides
 from wyfold.tile.norm.triton import normalised, vector_sum
-from wyfold.tile.state.gluon import copy_state_async, key_sums, own_columns, store_written
+from wyfold.tile.state.gluon import column_layout, copy_state_async, key_sums, store_written
 
 
 def recurrent(
@@ -161,7 +161,7 @@ def wyfold_recurrent_gluon(
     slot = i_n
     if p_source is not None:
         slot = gl.load(p_source + i_n * s_source[0]).to(gl.int64)
-    o_v = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, own_columns(BV, gl.num_warps())))
+    o_v = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, column_layout(BV, gl.num_warps())))
     at_o = p_o + (i_n * s_o[0] + i_hv * s_o[2]) + o_v * s_o[3]
     if (slot <= pad) | (slot >= slots):
         gl.store(at_o, (o_v * 0).to(p_o.dtype.element_ty))

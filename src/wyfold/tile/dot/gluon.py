@@ -13,14 +13,14 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 
 @gluon.jit
-def pair(x):
+def bf16_pair(x):
     """Two bfloat16 parts of a tile's columns, the larger part above the smaller.   [2 BT, ..]"""
-    high, low = parts(x)
-    return above(high, low)
+    high, low = bf16_parts(x)
+    return stack_rows(high, low)
 
 
 @gluon.jit
-def above(x, y):
+def stack_rows(x, y):
     """Concatenate x and y along rows, x first."""
     return gl.permute(gl.join(x, y), (2, 0, 1)).reshape((2 * x.shape[0], x.shape[1]))
 
@@ -47,7 +47,7 @@ def mm_pairs_async(a_high, a_low, b_high, b_low, acc, ADD: gl.constexpr, A: gl.c
 
 
 @gluon.jit
-def parts(x):
+def bf16_parts(x):
     """Split x into a sum of two bfloat16 numbers, to within 2^-17 of x.
 
     x must be rounded already, because no operation here is contracted.

@@ -14,7 +14,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from wyfold.tile.dot.gluon import mm_pairs, parts
+from wyfold.tile.dot.gluon import bf16_parts, mm_pairs
 
 
 @gluon.jit
@@ -33,7 +33,7 @@ def invert_diagonal_blocks(near, D, BT: gl.constexpr):
         l = gl.convert_layout(gl.permute(near.slice(s, 1, dim=1).load(STEP), (0, 2, 1)), L, assert_trivial=True)
         row = gl.expand_dims(gl.sum(gl.where(r == s, A, 0.0), 1), 1)
         A = gl.where(r > s, gl.fma(*gl.broadcast(l, row), A), A)
-    high, low = parts(A)
+    high, low = bf16_parts(A)
     D.store(gl.permute(gl.join(high, low), (3, 0, 2, 1)).reshape((2 * BT, 16)))
 
 
@@ -48,7 +48,7 @@ def add_product(high, low, U, j: gl.constexpr, m: gl.constexpr, acc, LB: gl.cons
 @gluon.jit
 def add_diagonal_product(y, D, j: gl.constexpr, acc, LB: gl.constexpr):
     """acc + y D[j], with y split into a bfloat16 pair."""
-    high, low = parts(y)
+    high, low = bf16_parts(y)
     d_high = D.slice(16 * j, 16).load(gl.DotOperandLayout(1, LB, 2))
     d_low = D.slice(D.shape[0] // 2 + 16 * j, 16).load(gl.DotOperandLayout(1, LB, 2))
     return mm_pairs(high, low, d_high, d_low, acc, LB)
@@ -75,14 +75,14 @@ def invert_columns(D, U, BT: gl.constexpr, LB: gl.constexpr):
     y_2 = add_product(high_0, low_0, U, 2, 0, zero_acc, LB)
     y_3 = add_product(high_0, low_0, U, 3, 0, zero_acc, LB)
     x_1 = add_diagonal_product(y_1, D, 1, gl.where(block == 1, d, 0.0), LB)
-    high_1, low_1 = parts(x_1)
+    high_1, low_1 = bf16_parts(x_1)
     y_2 = add_product(high_1, low_1, U, 2, 1, y_2, LB)
     y_3 = add_product(high_1, low_1, U, 3, 1, y_3, LB)
     x_2 = add_diagonal_product(y_2, D, 2, gl.where(block == 2, d, 0.0), LB)
-    high_2, low_2 = parts(x_2)
+    high_2, low_2 = bf16_parts(x_2)
     y_3 = add_product(high_2, low_2, U, 3, 2, y_3, LB)
     x_3 = add_diagonal_product(y_3, D, 3, gl.where(block == 3, d, 0.0), LB)
-    high_3, low_3 = parts(x_3)
+    high_3, low_3 = bf16_parts(x_3)
     return (x_0, x_1, x_2, x_3), (high_0, high_1, high_2, high_3), (low_0, low_1, low_2, low_3)
 
 

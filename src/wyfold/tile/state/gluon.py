@@ -19,13 +19,13 @@ def state_offsets(strides, i_n, i_h, o_v, o_k):
 
 
 @gluon.constexpr_function
-def whole_rows(BV, warps):
+def coalesced_layout(BV, warps):
     """Register layout for coalesced accesses: neighbouring threads along rows of BV 16-bit numbers."""
     return gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def own_columns(BV, warps):
+def column_layout(BV, warps):
     """Register layout where each warp owns columns, 8 per thread, so that sums over rows need no other warp."""
     rows = 256 * warps // BV
     return gl.BlockedLayout([1, 8], [rows, 32 // rows], [1, warps], [0, 1])
@@ -38,7 +38,7 @@ def slice_rows(BV, warps):
 
 
 @gluon.constexpr_function
-def swizzled(BV):
+def swizzled_layout(BV):
     """Shared-memory layout of a tile without bank conflicts.
 
     Eight threads access as many different rows at once, or eight neighbours in a row.
@@ -53,8 +53,8 @@ def copy_state_async(p, there, K: gl.constexpr, V: gl.constexpr, BV: gl.constexp
 
     The caller waits for the copy group before it reads the tile.
     """
-    held = gl.allocate_shared_memory(p.dtype.element_ty, [K, BV], swizzled(BV))
-    async_copy.async_copy_global_to_shared(held, p + _lies(0, K, V, BV), mask=there)
+    held = gl.allocate_shared_memory(p.dtype.element_ty, [K, BV], swizzled_layout(BV))
+    async_copy.async_copy_global_to_shared(held, p + _tile_offsets(0, K, V, BV), mask=there)
     async_copy.commit_group()
     return held
 
@@ -69,12 +69,12 @@ def key_sums(held, q, k, decay, CHANNEL: gl.constexpr):
         decay: [K] float32 in shared memory for a channel gate, else one number.
     """
     ROWS: gl.constexpr = slice_rows(held.shape[1], gl.num_warps())
-    b_q, b_k = _every(held, q, k, decay, CHANNEL, ROWS, 0, ROWS)
+    b_q, b_k = _row_products(held, q, k, decay, CHANNEL, ROWS, 0, ROWS)
     return _halved(b_q), _halved(b_k)
 
 
 @gluon.jit
-def _every(
+def _row_products(
     held, q, k, decay, CHANNEL: gl.constexpr, ROWS: gl.constexpr, FIRST: gl.constexpr, STEP: gl.constexpr
 ):  # fmt: skip
     """Sum the products of rows FIRST.., FIRST + STEP.. and so on, ROWS rows each; halves of K are added first.
@@ -82,14 +82,14 @@ def _every(
     The recursion is depth-first, so each halving keeps one slice of partial sums in registers instead of the state.
     """
     if STEP == held.shape[0]:
-        L: gl.constexpr = own_columns(held.shape[1], gl.num_warps())
+        L: gl.constexpr = column_layout(held.shape[1], gl.num_warps())
         b_S = _decayed(held, decay, CHANNEL, FIRST, ROWS, L)
         b_q = q.slice(FIRST, ROWS).load(gl.SliceLayout(1, L))
         b_k = k.slice(FIRST, ROWS).load(gl.SliceLayout(1, L))
         return b_S * b_q[:, None], b_S * b_k[:, None]
     else:
-        low_q, low_k = _every(held, q, k, decay, CHANNEL, ROWS, FIRST, 2 * STEP)
-        high_q, high_k = _every(held, q, k, decay, CHANNEL, ROWS, FIRST + STEP, 2 * STEP)
+        low_q, low_k = _row_products(held, q, k, decay, CHANNEL, ROWS, FIRST, 2 * STEP)
+        high_q, high_k = _row_products(held, q, k, decay, CHANNEL, ROWS, FIRST + STEP, 2 * STEP)
         return low_q + high_q, low_k + high_k
 
 
@@ -97,7 +97,7 @@ def _every(
 def _halved(b_x):
     """Sum over rows, halves first.   [rows, BV] -> [BV]"""
     if b_x.shape[0] == 2:
-        return gl.convert_layout(gl.sum(b_x, axis=0), gl.SliceLayout(0, own_columns(b_x.shape[1], gl.num_warps())))
+        return gl.convert_layout(gl.sum(b_x, axis=0), gl.SliceLayout(0, column_layout(b_x.shape[1], gl.num_warps())))
     else:
         return _halved(gl.sum(gl.reshape(b_x, [2, b_x.shape[0] // 2, b_x.shape[1]]), axis=0))
 
@@ -107,14 +107,14 @@ def store_written(p, held, k, b_y, decay, to_slot, CHANNEL: gl.constexpr, V: gl.
     """Store the decayed state plus the token's write, decay S + k y^T, rounded once, if `to_slot` is true."""
     K: gl.constexpr = held.shape[0]
     BV: gl.constexpr = held.shape[1]
-    L: gl.constexpr = whole_rows(BV, gl.num_warps())
+    L: gl.constexpr = coalesced_layout(BV, gl.num_warps())
     ROWS: gl.constexpr = slice_rows(BV, gl.num_warps())
     b_y = gl.convert_layout(b_y, gl.SliceLayout(0, L))
     for row in gl.static_range(0, K, ROWS):
         b_S = _decayed(held, decay, CHANNEL, row, ROWS, L)
         b_k = k.slice(row, ROWS).load(gl.SliceLayout(1, L))
         b_S = gl.fma(b_y[None, :], b_k[:, None], b_S)
-        gl.store(p + _lies(row, ROWS, V, BV), b_S.to(p.dtype.element_ty), mask=to_slot)
+        gl.store(p + _tile_offsets(row, ROWS, V, BV), b_S.to(p.dtype.element_ty), mask=to_slot)
 
 
 @gluon.jit
@@ -128,8 +128,8 @@ def _decayed(held, decay, CHANNEL: gl.constexpr, row: gl.constexpr, ROWS: gl.con
 
 
 @gluon.jit
-def _lies(row, ROWS: gl.constexpr, V: gl.constexpr, BV: gl.constexpr):
+def _tile_offsets(row, ROWS: gl.constexpr, V: gl.constexpr, BV: gl.constexpr):
     """Offsets of rows of a tile in [K, V].   [ROWS, BV]"""
-    L: gl.constexpr = whole_rows(BV, gl.num_warps())
+    L: gl.constexpr = coalesced_layout(BV, gl.num_warps())
     o_k = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
     return o_k[:, None] * V + gl.arange(0, BV, layout=gl.SliceLayout(0, L))[None, :]

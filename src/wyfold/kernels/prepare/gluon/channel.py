@@ -59,7 +59,7 @@ from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.triton import LOG2_E, sigmoid
 from wyfold.tile.decay.triton import FLOOR, activated, gate_kind
-from wyfold.tile.dot.gluon import above, add, exp2, mm_pairs_async, pair, parts
+from wyfold.tile.dot.gluon import add, bf16_pair, bf16_parts, exp2, mm_pairs_async, stack_rows
 from wyfold.tile.index.gluon import (
     ELEMENTS,
     barrier,
@@ -388,11 +388,11 @@ def wyfold_prepare_channel_gluon(
             gram_2 = _add_far_grams(gram_2, kt * _broadcast_to_rows(numbers, 0, 4, LB, LN), blocks.index(2), LJ, BT)
             gram_3 = _add_far_grams(gram_3, kt * _broadcast_to_rows(numbers, 4, 4, LB, LN), blocks.index(3), LJ, BT)
             qk += gl.convert_layout(gl.sum(lanes, axis=1), ROW, assert_trivial=True)
-            high, low = parts(kt * _broadcast_to_rows(numbers, 12, 4, LB, LN))
+            high, low = bf16_parts(kt * _broadcast_to_rows(numbers, 12, 4, LB, LN))
             gram_1, gram_2, gram_3 = warpgroup_mma_wait(0, deps=[gram_1, gram_2, gram_3])
             k_slices.index(c).store(kd)
             q_slices.index(c).store(qd)
-            pairs.index(c).store(above(high, low))
+            pairs.index(c).store(stack_rows(high, low))
             barrier()
             # The previous slice: the fence above covers its stores too.
             if c > 0:
@@ -432,8 +432,10 @@ def wyfold_prepare_channel_gluon(
         p_2, p_3 = _P_columns(kq, kq_2, qk, 2, BT, LB), _P_columns(kq, kq_3, qk, 3, BT, LB)
         tma.store_wait(pendings=0)
         barrier()
-        U.store(pair(join4_columns(u_0, u_1, u_2, u_3, BT, LC)))
-        queries._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE).store(pair(join4_columns(p_0, p_1, p_2, p_3, BT, LC)))
+        U.store(bf16_pair(join4_columns(u_0, u_1, u_2, u_3, BT, LC)))
+        queries._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE).store(
+            bf16_pair(join4_columns(p_0, p_1, p_2, p_3, BT, LC))
+        )
         fence_async_shared()
         barrier()
         invert_diagonal_blocks(near, D, BT)

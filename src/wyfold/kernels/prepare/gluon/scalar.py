@@ -40,7 +40,7 @@ from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.triton import LOG2_E, sigmoid
 from wyfold.tile.decay.triton import FLOOR, gate_flags, gate_kind, log_gate
-from wyfold.tile.dot.gluon import add, exp2, mm_pairs_async, pair
+from wyfold.tile.dot.gluon import add, bf16_pair, exp2, mm_pairs_async
 from wyfold.tile.index.gluon import (
     barrier,
     clear_tokens,
@@ -439,7 +439,7 @@ def _weighted_columns(
     p = _P_columns(kq, weight, numbers, rows, j, FULL, NORM, BT, LB)
     u = _negative_U_columns(kk, weight, numbers, rows, j, FULL, NORM, LB)
     block = (gl.arange(0, BT, layout=gl.SliceLayout(1, LB)) // 16)[:, None]
-    return gl.where(block == j, u, diagonal), pair(u), pair(p)
+    return gl.where(block == j, u, diagonal), bf16_pair(u), bf16_pair(p)
 
 
 @gluon.jit
