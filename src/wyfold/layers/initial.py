@@ -9,11 +9,11 @@ from torch import nn
 
 
 def set_normal_initial(module: nn.Linear | nn.Embedding, std: float) -> None:
-    """Make `module.reset_parameters()` draw a normal matrix and a zero bias; draw nothing yet.
+    """Make `module.reset_parameters()` draw a normal matrix and a zero bias; the call itself draws nothing.
 
     Code that materialises a model from the meta device calls `reset_parameters` of every module, parents before their
-    children, so a parent cannot draw for its child: the child would draw PyTorch's own values afterwards. The module
-    stays of PyTorch's own class, by which quantizers and adapters find it.
+    children. A parent cannot draw for its child, because the child would then overwrite it with PyTorch's defaults. The
+    module keeps its PyTorch class, which quantizers and adapters look for.
 
     Args:
         module: Changed in place; copies and pickles of it keep the change.
