@@ -163,7 +163,9 @@ def test_side_streams_change_no_bit(decay: float, rule: str, call, run, monkeypa
     replay_cache.forget()  # otherwise recorded calls are replayed
     with segment_rule.forced(5):
         with monkeypatch.context() as patch:
-            patch.setattr(delta_chunk, "beside", lambda device: contextlib.nullcontext(contextlib.nullcontext()))
+            patch.setattr(
+                delta_chunk, "fork_side_stream", lambda device: contextlib.nullcontext(contextlib.nullcontext())
+            )
             wanted = run(a, fed)
         replay_cache.forget()
         for got in itertools.chain((on_its_own(),), (run(a, fed) for _ in range(10)), (on_its_own(),)):

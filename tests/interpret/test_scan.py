@@ -218,7 +218,7 @@ def test_states_in_slots_equal_states_copied_out_and_back(rule, folded, pool_of,
 def test_the_low_occupancy_configuration_changes_no_bit(rule, folded, draw, monkeypatch, device):
     """The scan's configuration depends on the number of programs; its bits do not."""
     if device.type != "cuda":
-        pytest.skip("numpy's products add in an order of their own for every number of rows")
+        pytest.skip("numpy's products sum in another order for every number of rows")
     a = draw(rule, Shape(1, 70, 1, 1, 128, 128), None, torch.bfloat16)
     grid, found = chunk_grid(1, 70, 64, None), []
     key = launch_key(a.q.dtype, 128, 128, 64, gate_kind(a.g), folded)
@@ -226,8 +226,8 @@ def test_the_low_occupancy_configuration_changes_no_bit(rule, folded, draw, monk
     o = torch.empty_like(a.v)
     prepared = prepare(a.q, a.k, a.g, a.beta, None, None, grid, options, o, folded=folded, backward=False)
     heights = []
-    for words in ("", " few"):
-        monkeypatch.setattr(forward, "crowd", lambda key, *_, words=words: key + words)
+    for words in ("", " low_occupancy"):
+        monkeypatch.setattr(forward, "with_occupancy_hint", lambda key, *_, words=words: key + words)
         heights.append(forward.tuned("scan.triton", key + words, a.q.device).blocks["BV"])
         o, final = torch.empty_like(a.v), torch.empty_like(a.initial_state)
         forward.scan(a.q, a.k, a.v, prepared, a.initial_state, grid, options, key, o, final, None, None)

@@ -75,7 +75,7 @@ def test_a_foreign_object_under_a_checkpoints_name_is_kept(copy, run, kind, caps
     """It was moved to a hidden name and removed."""
     shutil.rmtree(newest(copy))
     final = copy / "checkpoint" / "step-00000004"
-    finish = checkpoint._reach_disk
+    finish = checkpoint._sync_tree
 
     def meanwhile(folder):
         finish(folder)
@@ -88,7 +88,7 @@ def test_a_foreign_object_under_a_checkpoints_name_is_kept(copy, run, kind, caps
             (final / "mine").write_text("mine")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "_reach_disk", meanwhile)
+        patch.setattr(checkpoint, "_sync_tree", meanwhile)
         code, said = in_process(train(run.parent / "text.txt", copy), capsys)
     kept = final.with_name("step-00000004.kept")
     assert code == 0 and f"{final} is no checkpoint of this run; kept: {kept}" in said

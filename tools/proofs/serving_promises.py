@@ -526,7 +526,7 @@ def decoder(device: torch.device, backend: str | None, small: bool = False) -> I
         slots.copy_(torch.tensor([1, 3, 6, 7, 0], device=device))
         prompts()
         again = token()
-        return differing(logits=(one, again)) or (f"layers {wrong} wrote slots nobody named" if wrong else "")
+        return differing(logits=(one, again)) or (f"layers {wrong} wrote unused slots" if wrong else "")
 
     yield Promise("bits", "decoder: the same prompts in other slots", moved)
     if device.type != "cuda":

@@ -494,7 +494,7 @@ def _failed(row: Row) -> list[str]:
 def show(found: Row, tokens: int) -> None:
     """Print the tables."""
     print(f"\n{found['device']}, torch {found['versions']['torch']}, transformers {found['versions']['transformers']}")
-    print("bfloat16 beside float64: relative RMS of stock and patched, and their ratio; greedy: the same of the tokens")
+    print("bfloat16 against float64: relative RMS of stock and patched, and their ratio; greedy: share of equal tokens")
     print(f"{'':23} {'logits':>25} {'gradients':>25} {'greedy':>7} {'packed: alone, patched, stock':>31}")
     for name, row in found["checks"].items():
         if "bfloat16" not in row:
@@ -505,7 +505,7 @@ def show(found: Row, tokens: int) -> None:
         )
         packed = " ".join(f"{x['packed'][k]:9.1e}" for k in ("alone", "patched", "stock"))
         print(f"{name:23}{cells} {x['greedy']['same']:4}/{NEW_TOKENS} {packed:>31}")
-    print("float32, tiny, patched beside stock: largest difference beside the largest entry")
+    print("float32, tiny, patched against stock: largest difference relative to the largest entry")
     for name, row in found["checks"].items():
         if "float32" in row:
             x = row["float32"]
