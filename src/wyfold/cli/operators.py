@@ -272,15 +272,15 @@ def verdicts(
 
     The eager backend computes 16-bit inputs in float32 and rounds once, so a tensor's dtype sets its limit. In float64
     and float32 the limit is the absolute target. In 16 bits the yardstick is the token loop in that dtype, which rounds
-    where every form must; the absolute target applies as well if there is one.
+    where every form must. The absolute target applies as well if there is one.
 
     Args:
         spec: Operator that was called.
         arguments: Arguments of the call.
         got: Result of `measured` for them.
         seed: Seed given to `measured`.
-        waive: Apply rule 6 of `reference.error`, which costs another run of the loop: if half an ulp on the inputs
-            moves the truth by more than 5 %, results need only be finite.
+        waive: Apply rule 6 of `reference.error`, which costs another run of the loop. If half an ulp on the inputs
+            moves the reference by more than 5 %, results need only be finite.
     """
     fed = incoming({name: got[name] for name in spec.outputs}, seed)
     exact = {name: x.double() for name, x in fed.items()}

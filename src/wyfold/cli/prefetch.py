@@ -1,7 +1,7 @@
 """Overlap of host and GPU work in training: batch prefetch, and deferred reading of a step's metrics.
 
-Neither changes a number of a run. A batch depends on its index alone, and the loss of a step is the same whether it is
-read at once or while the next step runs.
+Neither changes a number of a run. A batch depends on its index alone. The loss of a step is the same whether it is read
+at once or while the next step runs.
 """
 
 from __future__ import annotations

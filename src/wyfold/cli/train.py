@@ -7,7 +7,7 @@ learns a synthetic task instead: mqar (multi-query associative recall), s_niah
 five elements). Each task has its defaults, which options override.
 
 The folder of the run keeps the last two checkpoints, the curve as PNG and every
-number as JSON lines; for a task also the result as JSON. The same command
+number as JSON lines. A task adds the result as JSON. The same command
 continues an interrupted run, on the CPU with exactly the losses of an
 uninterrupted one. Options that are left out then keep the values of the run;
 for a task, --resume --out DIR is enough. A run whose newest checkpoint is
@@ -315,8 +315,8 @@ def resolve_options(args: argparse.Namespace) -> tuple[Path, list[str]]:
         Folder of the run, and the options of an existing run that differ from the defaults of a new one.
 
     Raises:
-        UsageError: the folder is not a run, or its newest checkpoint is damaged; --resume without a run; an option that
-            does not apply to text or the task; or a curriculum that leaves no step with full rows.
+        UsageError: the folder is not a run; its newest checkpoint is damaged; there is no run to resume; an option does
+            not apply to the text or the task; or the curriculum leaves no step with full rows.
     """
     from wyfold.cli import integrity
     from wyfold.cli.recipe import stored_in, stored_recipe

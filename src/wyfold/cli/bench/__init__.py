@@ -5,10 +5,11 @@ gradient is first compared with the float64 recurrence; an implementation that
 is wrong gets no time. Then the implementations alternate in rounds, and the
 table has the median and quartiles of their calls.
 
-On a GPU a call is timed with CUDA events after the L2 cache was flushed, kernel
-by kernel under the profiler, from a CUDA graph (--mode graph), and on the host.
-Its time is also given as a multiple of the time its bytes alone need. A peer
-that fails has a row with its error. Other load on the machine affects times.
+On a GPU the L2 cache is flushed before each call. A call is timed by CUDA
+events, on the host, kernel by kernel under the profiler, and from a CUDA graph
+(--mode graph). Its time is also given as a multiple of the time its bytes alone
+need. A peer that fails has a row with its error. Other load on the machine
+affects times.
 
 Under torchrun the processes share the sequence: delta_rule, gdn, kda and ttt
 run over 1, 2, 4 .. ranks, beside peers that have context parallelism.

@@ -1,7 +1,7 @@
 """Interleaved timing: on a CPU by the clock; on a GPU by events, kernel by kernel, and from a CUDA graph.
 
 On a GPU the L2 cache is flushed by a write of 256 MiB before every timed call. The turn of an implementation is a short
-burst of calls, queued without waiting, so that the host runs ahead of the device as in a training step. Each round
+burst of calls, queued without waiting. The host therefore runs ahead of the device, as in a training step. Each round
 starts with another implementation.
 """
 
