@@ -5,10 +5,10 @@ card.
         [--row KERNEL NAME JSON]... [--against FILE]
 
 Calls are in bfloat16 with K = V = 128. --norm normalises q and k inside, --gate activates the gate and beta inside, as
-layers do. --row puts a row into a kernel's configuration table, such as `--row fold.triton default '{"BV": 16, "BS":
-64, "warps": 8, "stages": 3}'`. A kernel that is selected by having a row needs one in the table file. --segments forces
-a segment count, --decay sets how fast gates decay. --against names the output of another run, whose digests are
-compared.
+layers do. --row puts a row into a kernel's configuration table, such as
+`--row segment_fold.triton default '{"BV": 16, "BS": 64, "warps": 8, "stages": 3}'`.
+A kernel that is selected by having a row needs one in the table file. --segments forces a segment count, --decay sets
+how fast gates decay. --against names the output of another run, whose digests are compared.
 
 `launch-times.json` is written after every case; no case starts after the budget is spent. With --device cpu and
 TRITON_INTERPRET=1 sizes are tiny, and nothing is timed.
