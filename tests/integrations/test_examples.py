@@ -26,7 +26,7 @@ def test_every_example_is_tested():
 def test_a_script_for_fla(capsys: pytest.CaptureFixture[str]):
     result = example("switch_fla").main(["--steps", "3", "--pairs", "4"])
     assert result["difference"] < 1e-5
-    assert "replayed" in capsys.readouterr().out
+    assert "recalled" in capsys.readouterr().out
 
 
 def test_finetuning_on_packed_documents(capsys: pytest.CaptureFixture[str]):
