@@ -133,7 +133,7 @@ def case(op: str, shape: Shape | str, gate: str = "mid", mode: str = "fwdbwd", n
 
 def ours(one: Case, **options: Any) -> BenchImplementation:
     first: BenchImplementation = implementations_of(one, [])[0]
-    return replace(first, call=lambda arguments: one.subject.ours(arguments | options)[0])
+    return replace(first, call=lambda arguments: one.spec.ours(arguments | options)[0])
 
 
 def judged_long(add: Add, part: str, one: Case, arguments: Arguments, heads: int) -> None:
@@ -144,7 +144,7 @@ def judged_long(add: Add, part: str, one: Case, arguments: Arguments, heads: int
         found = judge_of.check_call(ours(one, **options), True, ours=True)
         said = wyfold.explain(getattr(wyfold, OPS[one.op]), **arguments, **options).segments
         row = _judged(found.verdicts)
-        row["held"] = found.within
+        row["held"] = found.within_limits
         add(part, f"{one.op}, {one.gate} gate, T {one.shape.T} H {one.shape.H}, {how}", **row, most=said)
 
 
@@ -173,7 +173,7 @@ def threshold(add: Add, op: str) -> None:
 
 def _forward(one: Case, a: Arguments, **options: Any) -> Tensor:
     with torch.no_grad():
-        return one.subject.ours(a | options)[0]
+        return one.spec.ours(a | options)[0]
 
 
 # --- bits ------------------------------------------------------------------------------------------------------------

@@ -218,7 +218,7 @@ def _medians(runs: dict[str, Callable[[], object]], rounds: int = ROUNDS, replay
     for name in names:
         runs[name]()
     torch.cuda.synchronize()
-    for turn in timing.order(len(names), rounds):
+    for turn in timing.round_order(len(names), rounds):
         for which in turn:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()

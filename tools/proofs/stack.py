@@ -494,7 +494,9 @@ def _failed(row: Row) -> list[str]:
 def show(found: Row, tokens: int) -> None:
     """Print the tables."""
     print(f"\n{found['device']}, torch {found['versions']['torch']}, transformers {found['versions']['transformers']}")
-    print("bfloat16 against float64: relative RMS of stock and patched, and their ratio; greedy: share of equal tokens")
+    print(
+        "bfloat16 against float64: relative RMS of stock and patched, and their ratio; greedy: number of equal tokens"
+    )
     print(f"{'':23} {'logits':>25} {'gradients':>25} {'greedy':>7} {'packed: alone, patched, stock':>31}")
     for name, row in found["checks"].items():
         if "bfloat16" not in row:
