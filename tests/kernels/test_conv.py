@@ -185,9 +185,9 @@ def test_blocks_own_each_token_once(lengths: tuple[int, ...]):
     T, reach = int(cu_seqlens[-1]), 3
     x = torch.arange(T, dtype=torch.float64)[:, None].expand(T, D) + 1
     windows = Windows(cu_seqlens, reach, D, x.device)
-    for walk, at_token in ((windows.before(x, None, x.dtype), reach), (windows.after(x, x.dtype, 0), 0)):
+    for side, at_token in ((windows.before(x, None, x.dtype), reach), (windows.after(x, x.dtype, 0), 0)):
         written, total = torch.full_like(x, torch.nan), torch.zeros(D, dtype=torch.float64)
-        for window in walk:
+        for window in side:
             token = window.values.narrow(-2, at_token, window.values.shape[-2] - reach)
             window.write(written, token)
             total += window.total(token.clone())

@@ -164,7 +164,7 @@ class TTTLinear(nn.Module):
 
     def _rows(
         self, x: Tensor, layout: SequenceLayout | None, cache: LayerCache | None, cp_context: ContextParallel | None
-    ) -> _Rows:
+    ) -> _TokenRows:
         qkv = self.qkv(x)
         qk, v = qkv.split([qkv.shape[-1] - self.value_size, self.value_size], dim=-1)
         if self.conv is not None:
@@ -175,7 +175,7 @@ class TTTLinear(nn.Module):
             q, k = (rotate(part, places, self.rope_base, neighbours=True) for part in (q, k))
         wide = torch.promote_types(self.token_step.dtype, torch.float32)
         of_place = (1 / (places + 1).to(wide) + self.token_step.to(wide)[places]).clamp(min=0)
-        return _Rows(
+        return _TokenRows(
             q,
             k,
             v.unflatten(-1, (self.num_v_heads, self.head_dim)),
@@ -195,7 +195,7 @@ class TTTLinear(nn.Module):
 
     def _in_batches(
         self,
-        rows: _Rows,
+        rows: _TokenRows,
         state: Tensor,
         bias: Tensor,
         layout: SequenceLayout | None,
@@ -224,7 +224,7 @@ class TTTLinear(nn.Module):
             backend=self.backend,
         )
 
-    def _by_token(self, rows: _Rows, state: TTTState, layout: SequenceLayout | None) -> tuple[Tensor, TTTState]:
+    def _by_token(self, rows: _TokenRows, state: TTTState, layout: SequenceLayout | None) -> tuple[Tensor, TTTState]:
         """Run all rows with the recurrent form, which leaves the last mini-batch open."""
         result = fused_recurrent_ttt_linear(
             rows.q,
@@ -245,7 +245,7 @@ class TTTLinear(nn.Module):
         )
         return cast(tuple[Tensor, TTTState], result)
 
-    def _resume(self, rows: _Rows, N: int, layout: SequenceLayout | None, cache: LayerCache) -> Tensor:
+    def _resume(self, rows: _TokenRows, N: int, layout: SequenceLayout | None, cache: LayerCache) -> Tensor:
         """Continue from the cache: finish the open mini-batch, run whole ones, then leave the last one open."""
         T = rows.q.shape[1]
         begun = "state" in cache
@@ -287,7 +287,7 @@ class TTTLinear(nn.Module):
         return int(missing[0]) if missing.shape[0] == 1 else T
 
 
-class _Rows(NamedTuple):
+class _TokenRows(NamedTuple):
     """Token inputs of the operators.
 
     Attributes:
@@ -302,5 +302,5 @@ class _Rows(NamedTuple):
     eta: Tensor
     eta_col: Tensor
 
-    def between(self, start: int, stop: int) -> _Rows:
-        return _Rows(*(x[:, start:stop] for x in self))
+    def between(self, start: int, stop: int) -> _TokenRows:
+        return _TokenRows(*(x[:, start:stop] for x in self))

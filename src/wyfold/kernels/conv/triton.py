@@ -93,18 +93,19 @@ def conv_bwd(
     spans = _spans("conv_bwd", x, W, W - 1)
     N = _sequences(cu_seqlens, state, dfinal, out.state)
     sums = out.weight is not None or out.bias is not None
-    walks = spans.programs if sums or out.x is not None else 0
-    programs = walks + (0 if out.state is None else N)
+    token_programs = spans.programs if sums or out.x is not None else 0
+    programs = token_programs + (0 if out.state is None else N)
     if programs * D == 0:
         return
-    partial = x.new_empty(walks, W + 1, D, dtype=dtype) if sums and walks else None
+    partial = x.new_empty(token_programs, W + 1, D, dtype=dtype) if sums and token_programs else None
     launch_kernel(
         wyfold_conv_bwd_triton, programs * spans.blocks,
         x, x.stride(), weight, weight.stride(), _vector(bias), state, _strides(state, 3), _boundaries(cu_seqlens),
         dy, _strides(dy, 2), dfinal, _strides(dfinal, 3), out.x, _strides(out.x, 2), out.state,
         _strides(out.state, 3), partial,
         x.shape[0], N, _length(cu_seqlens), 0 if state is None else state.shape[2],
-        0 if dfinal is None else dfinal.shape[2], 0 if out.state is None else out.state.shape[2], walks, spans.groups,
+        0 if dfinal is None else dfinal.shape[2], 0 if out.state is None else out.state.shape[2], token_programs,
+        spans.groups,
         ACTIVATED=activated, D=D, W=W, **spans.launch(),
     )  # fmt: skip
     if partial is not None:

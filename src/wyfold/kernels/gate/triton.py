@@ -95,7 +95,7 @@ def beta_sigmoid_bwd(x: Tensor, scale: float, dbeta: Tensor, dx: Tensor) -> None
         )  # fmt: skip
 
 
-class _Tiles(NamedTuple):
+class _GateTiles(NamedTuple):
     """Partition of [n, W] numbers into tiles.
 
     Attributes:
@@ -134,7 +134,7 @@ class _Tiles(NamedTuple):
         return {**names, **self.options}
 
 
-def _tiles(launch: str, x: Tensor, *others: Tensor | None) -> _Tiles:
+def _tiles(launch: str, x: Tensor, *others: Tensor | None) -> _GateTiles:
     """Tiles of x [n, HV, C]; their shape follows from HV and C alone."""
     n, HV, C = x.shape
     config = tuned("gate.triton", launch, x.device)
@@ -142,7 +142,7 @@ def _tiles(launch: str, x: Tensor, *others: Tensor | None) -> _Tiles:
     BW = min(triton.next_power_of_2(max(1, HV * C)), config.blocks["BW"])
     tensors = [t for t in (x, *others) if t is not None]
     evenly = C == 1 or HV == 1 or all(t.stride(1) == C * t.stride(2) for t in tensors)
-    return _Tiles(
+    return _GateTiles(
         triton.cdiv(n, size // BW),
         triton.cdiv(HV * C, BW),
         HV * C,

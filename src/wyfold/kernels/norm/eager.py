@@ -81,7 +81,7 @@ def rms_norm_gated_bwd(
             out.z[rows] = activation_bwd(z_rows, d * y.affine if options.norm_before_gate else d_normed * x_rows)
 
 
-class _Rows(NamedTuple):
+class _NormRows(NamedTuple):
     """Intermediate results of a block of rows.
 
     Attributes:
@@ -101,9 +101,9 @@ class _Rows(NamedTuple):
 
 def _forward(
     x: Tensor, z: Tensor, weight: Tensor, bias: Tensor | None, options: RmsNormOptions, storage: torch.dtype
-) -> _Rows:
+) -> _NormRows:
     gate = ACTIVATIONS[options.activation][0](z)
     normed, r = norm.rms_norm(x if options.norm_before_gate else x * gate, options.eps)
     rounded = normed.to(storage).to(x.dtype) if options.round_before_weight else normed
     affine = rounded * weight
-    return _Rows(gate, normed, r, rounded, affine if bias is None else affine.add_(bias))
+    return _NormRows(gate, normed, r, rounded, affine if bias is None else affine.add_(bias))

@@ -109,7 +109,7 @@ def rms_norm_gated_bwd(
                 total.add_(parts.sum(0))
 
 
-class _Tiles(NamedTuple):
+class _NormTiles(NamedTuple):
     """Partition of [n, W] rows into tiles.
 
     Attributes:
@@ -138,7 +138,7 @@ class _Tiles(NamedTuple):
         return {"W": self.W, "BR": self.BR, "BW": self.BW, "UNIT": self.unit, **self.options}
 
 
-def _tiles(launch: str, x: Tensor, *others: Tensor | None) -> _Tiles:
+def _tiles(launch: str, x: Tensor, *others: Tensor | None) -> _NormTiles:
     """Tiles of x [n, W]; the number of rows per tile follows from W alone.
 
     Raises:
@@ -152,7 +152,7 @@ def _tiles(launch: str, x: Tensor, *others: Tensor | None) -> _Tiles:
     BR = max(1, size // BW)
     warps = config.warps * max(1, min(32 // config.warps, BW // size))
     options = {**config.options(contract=False), "num_warps": warps}
-    return _Tiles(triton.cdiv(n, BR), W, BR, BW, row_unit(x, *others), config.blocks.get("PROGRAMS", 1), options)
+    return _NormTiles(triton.cdiv(n, BR), W, BR, BW, row_unit(x, *others), config.blocks.get("PROGRAMS", 1), options)
 
 
 def _choices(options: RmsNormOptions) -> dict[str, bool]:

@@ -47,7 +47,7 @@ def backward_scan(
 ) -> None:
     """Propagate the final states' gradients to the initial states; writes `scratch` and `dcol` on the way."""
     HV = x.v.shape[2]
-    config, constexprs = launch_options(x, grid, chunk_size, "back")
+    config, constexprs = launch_options(x, grid, chunk_size, "backward")
     launch_kernel(
         wyfold_ttt_bwd_triton,
         grid.sequences * HV,

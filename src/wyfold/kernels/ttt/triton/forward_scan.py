@@ -37,7 +37,7 @@ def forward_scan(
 ) -> None:
     """Run every sequence from its initial state; writes the final states and the borders."""
     HV = x.v.shape[2]
-    config, constexprs = launch_options(x, grid, chunk_size, "walk")
+    config, constexprs = launch_options(x, grid, chunk_size, "forward")
     launch_kernel(
         wyfold_ttt_triton,
         grid.sequences * HV,

@@ -16,7 +16,7 @@ from wyfold.tile.dot.triton import contracts, operand, precision
 SEGMENT = 64
 """Tokens of a segment: a whole number of mini-batches, and one chunk of the `ChunkGrid` that launches get."""
 
-LAUNCHES = ("walk", "outputs", "replay", "back", "gradients")
+LAUNCHES = ("forward", "outputs", "recompute", "backward", "gradients")
 
 
 class BackwardWorkspace(NamedTuple):
@@ -51,7 +51,7 @@ def launch_keys(dtype: torch.dtype, D: int, chunk_size: int) -> list[str]:
 
 def forward_scan_key(dtype: torch.dtype, D: int, chunk_size: int) -> str:
     """Configuration key of the forward scan, which selects the backend; converts a symbolic D to an int."""
-    return _launch_key(dtype, int(D), chunk_size, "walk")
+    return _launch_key(dtype, int(D), chunk_size, "forward")
 
 
 @functools.cache

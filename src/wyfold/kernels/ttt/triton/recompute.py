@@ -39,7 +39,7 @@ def recompute(
     The memory of dv serves as dN where its dtype and strides fit.
     """
     HV, D = x.v.shape[2:]
-    config, constexprs = launch_options(x, grid, chunk_size, "replay")
+    config, constexprs = launch_options(x, grid, chunk_size, "recompute")
     tiles, wide = grid.chunks * HV, torch.float32
     dO, dZ = torch.empty_like(borders.N), torch.empty_like(borders.N)
     dN = dv if (dv.dtype, dv.stride()) == (dO.dtype, dO.stride()) else torch.empty_like(dO)
