@@ -69,7 +69,7 @@ def test_in_an_input(rule: str, form: str, where: str, bad: float, results):
     heads_of(where, poisoned[where], BAD_KEY_HEAD)[:, BEGIN + BAD_TOKEN, 0] = bad
     got = results(op, poisoned, None, fed, **options)
     before = slice(BEGIN, CHUNK.start)
-    # Gradients of earlier tokens see it through what flows back; outputs of earlier chunks do not.
+    # It reaches gradients of earlier tokens through the backward, but not outputs of earlier chunks.
     assert_contained(clean, got, {"o": before}, states=True)
     hit = heads_of("o", got["o"], BAD_KEY_HEAD)[:, BEGIN + BAD_TOKEN]
     assert not hit.isfinite().all(), "a bad number must not vanish either"

@@ -35,7 +35,7 @@ for name, subject in OPERATOR_SPECS.items():
 x, slots, pool = torch.randn(2, 1, 2, 16), torch.arange(2, dtype=torch.int32), torch.zeros(3, 2, 16, 16)
 served = {"state_v_first": False, "backend": "triton"}
 found["decode"] = outcome(lambda: serving.decode(x, x, x, None, torch.rand(2, 1, 2), pool, slots, **served))
-# A card that the kernels know, so that nothing but the interpreter stands in the way.
+# A GPU that is supported, so that only the interpreter is a reason to refuse.
 launch.support = lambda device: launch.Support("sm_90", "3.6.0", "verified", "")
 found["on CUDA"] = table.refusal(torch.device("cuda"), None)
 print(json.dumps(found))
