@@ -18,7 +18,7 @@ import torch, wyfold
 from wyfold import serving
 from wyfold.cli.operators import OPERATOR_SPECS
 from wyfold.reference.shapes import Shape
-from wyfold.runtime import launch
+from wyfold.runtime import triton_support
 from wyfold.kernels import table
 
 def outcome(run):
@@ -36,7 +36,7 @@ x, slots, pool = torch.randn(2, 1, 2, 16), torch.arange(2, dtype=torch.int32), t
 served = {"state_v_first": False, "backend": "triton"}
 found["decode"] = outcome(lambda: serving.decode(x, x, x, None, torch.rand(2, 1, 2), pool, slots, **served))
 # A GPU that is supported, so that only the interpreter is a reason to refuse.
-launch.support = lambda device: launch.Support("sm_90", "3.6.0", "verified", "")
+triton_support.support_of = lambda device: triton_support.Support("sm_90", "3.6.0", "verified", "")
 found["on CUDA"] = table.refusal(torch.device("cuda"), None)
 print(json.dumps(found))
 """
