@@ -5,7 +5,8 @@
 
 A launch of tests/compile/aot.py is refitted if it needs too much shared memory or spills more than SPARE bytes. Then
 runtime/configs/<architecture>.json gets a row for launches of its dtype, tiles and gate: the candidate near its row
-that fits and spills least. The starting table is the architecture's own, or a copy of the measured card's.
+that fits and spills least. The starting table is the architecture's own. Without a file it is the measured card's,
+without the rows of Gluon kernels: these rows would select kernels that were never measured there.
 """
 
 import itertools
@@ -53,7 +54,7 @@ def table_text(table: dict[str, dict[str, dict[str, Any]]]) -> str:
 def general(row: str) -> str:
     """The words of a key that determine resource use: dtype, tiles, chunk and gate."""
     words = [kernel_configs._tile(word) for word in row.split()]
-    return " ".join(word for word in words if word not in ("AF", "EF"))
+    return " ".join(word for word in words if word != "EF")
 
 
 def candidates(config: Config) -> list[Config]:
@@ -73,7 +74,13 @@ class Card:
     """One architecture and the configuration table that is made for it."""
 
     def __init__(self, architecture: str):
-        self.architecture, self.table = architecture, kernel_configs.shipped(architecture)
+        self.architecture = architecture
+        if (CONFIGS / f"{architecture}.json").exists():
+            self.table = kernel_configs.shipped(architecture)
+        else:
+            rows = kernel_configs.shipped(MEASURED)
+            self.table = {kernel: rows[kernel] for kernel in rows if not kernel.endswith(".gluon")}
+            self.write()
 
     def write(self) -> None:
         (CONFIGS / f"{self.architecture}.json").write_text(table_text(self.table))
