@@ -704,12 +704,14 @@ def test_cases_after_a_failed_one_of_their_group_are_listed(no_children, monkeyp
 
 @pytest.mark.parametrize("modified, expected", [(None, "abc"), (True, "abc"), (False, "of git")], ids=str)
 def test_commit_option_is_used_where_git_does_not_know(modified, expected, no_children, monkeypatch, tmp_path):
+    """It does not hide that git found the sources changed."""
     found = None if modified is None else "of git"
     monkeypatch.setattr("wyfold.cli.results._commit", lambda: (found, modified))
     words = "bench norm --shapes 1,20,1,8 --mode fwd --rounds 1 --commit abc --out".split()
     assert main([*words, str(tmp_path)]) == 0
     (file,) = tmp_path.glob("*.json")
-    assert json.loads(file.read_text())["commit"] == expected
+    record = json.loads(file.read_text())
+    assert (record["commit"], record["modified"]) == (expected, modified)
 
 
 def test_byte_floor_counts_reads_and_writes():

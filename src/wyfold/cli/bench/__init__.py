@@ -201,7 +201,7 @@ def run(args: argparse.Namespace) -> int:
         "lost": [],
     }
     if args.commit and record["modified"] is not False:
-        record["commit"], record["modified"] = args.commit, None
+        record["commit"] = args.commit
     stem = _stem(args, record, cases)
     if world is not None:
         return _over_ranks(args, cases, peers, record, stem, world)
