@@ -292,7 +292,7 @@ def errors(given: None, group: dist.ProcessGroup) -> None:
         ),
         "boundaries": (
             lambda: kda(build_cp_context(tokens, group)),
-            r"the cut must be the same on all ranks, got sequences that end at \d+.* in shares 0-\d+, ",
+            r"the cut must be the same on all ranks, got sequences that end at \d+.* in shards 0-\d+, ",
         ),
         "tokens of one rank": (lambda: kda(T=T + 1 if other else T), "rank 1 of the group refused|must be "),
         "width of one rank": (lambda: conv(W=3 if other else 4), "rank 1 of the group refused|weight must have W = 4"),

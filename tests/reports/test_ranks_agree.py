@@ -65,7 +65,7 @@ def attention_cases(other):
         "gradient of x alone": (lambda c: attention()(rows(c).requires_grad_(other), cp_context=c), None),
         "tokens": (
             lambda c: attention()(rows(c, extra=other), cp_context=c),
-            by_rank_1(r"SoftmaxAttention: x must be \[B, T, ...\] with T = 20, this rank's share, got T = 21"),
+            by_rank_1(r"SoftmaxAttention: x must be \[B, T, ...\] with T = 20, this rank's shard, got T = 21"),
         ),
         "dtype": (
             lambda c: attention()(rows(c).to(torch.bfloat16 if other else torch.float32), cp_context=c),
@@ -119,7 +119,7 @@ def decoder_cases(other):
         ),
         "tokens": (
             lambda c: decoder()(tokens(c, other), cp_context=c),
-            by_rank_1(r"Decoder: ids must be \[B, T, ...\] with T = 20, this rank's share, got T = 21"),
+            by_rank_1(r"Decoder: ids must be \[B, T, ...\] with T = 20, this rank's shard, got T = 21"),
         ),
         "a token that is none": (
             lambda c: decoder()(tokens(c) * (400 if other else 1), cp_context=c),
@@ -240,7 +240,7 @@ def refused_by_one_rank(given, group):
     for call, argument in ((mixer, rows), (attention(), rows), (model, tokens)):
         call(argument(context), cp_context=context)
         wrong = {
-            "T = 20, this rank's share, got T = 21": argument(context, extra=1),
+            "T = 20, this rank's shard, got T = 21": argument(context, extra=1),
             "with boundaries must come with a batch of B = 1, got B = 2": torch.cat([argument(context)] * 2),
         }
         if argument is rows:

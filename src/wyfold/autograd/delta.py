@@ -118,7 +118,7 @@ class DeltaImplementation(Protocol):
         """
 
     def saved(self, t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
-        """Allocate the tensors that `forward` saves, uninitialized, from metadata alone."""
+        """Allocate tensors like those that `forward` saves, uninitialized, from metadata alone."""
 
     def backward(self, given: DeltaBackwardInputs) -> list[Tensor]:
         """Compute the gradients, in buffers as `DeltaBackwardInputs.empty_grads` allocates them."""

@@ -8,8 +8,10 @@ direction, run
 
                 segment_grid, segment_summary, segment_fold: states, or their gradients, at the segments' borders
 
-These launches and the scan that depends on them run on a high-priority side stream. The rest runs beside them: the
-segments that begin a sequence need no fold, and neither does the half of `scan_bwd` that recomputes states.
+`segment_summary`, `segment_fold` and the scan that reads their results run on a high-priority side stream. Meanwhile
+the main stream runs what needs no fold: in the forward the scan of the segments that begin a sequence, in the backward
+the half of `scan_bwd` that recomputes states. States, maps and gradients at segment borders are stored K-last, [V, K];
+launches get the [K, V] view, `.mT`.
 
 The host never waits for the device: grids and buffers are sized by capacity, and kernels read the boundaries.
 """

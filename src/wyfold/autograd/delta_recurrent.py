@@ -93,13 +93,13 @@ def backward(given: DeltaBackwardInputs) -> list[Tensor]:
     wanted = GradientOutputs(*(x if need else None for x, need in _token_gradients(found, needs)))
     states, first = _block_states(call)
     dST = None if dST is None else _vector_loadable(dST)
-    shares = call.stage.recurrent_bwd(
+    partials = call.stage.recurrent_bwd(
         *call.inputs, call.initial, states, first, do, dST, call.grid, options, wanted.v, dS0,
         call.stage.BLOCK, call.stage.RUN,
     )  # fmt: skip
     # The order in which parameter gradients are summed follows the gate's layout, so `reduce_partials` gets one layout.
     gate = None if t.g is None else _vector_loadable(t.g)
-    call.stage.reduce_partials(t.q, t.k, gate, *call.inputs[4:], shares, call.grid, options, wanted)
+    call.stage.reduce_partials(t.q, t.k, gate, *call.inputs[4:], partials, call.grid, options, wanted)
     return found
 
 

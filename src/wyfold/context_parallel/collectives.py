@@ -112,9 +112,9 @@ def all_gather_async(x: Tensor, group: Any) -> Tensor:
     world = dist.get_world_size(group)
     if not _sends(x):
         return x.new_empty(world, *x.shape)
-    begun = torch.ops._c10d_functional.all_gather_into_tensor
-    found: Tensor = begun(x.view(-1), world, group.group_name)
-    return found.view(world, *x.shape)
+    launch = torch.ops._c10d_functional.all_gather_into_tensor
+    gathered: Tensor = launch(x.view(-1), world, group.group_name)
+    return gathered.view(world, *x.shape)
 
 
 def wait_gathered(x: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def check_agreement(op: str, metadata: Mapping[str, object] | Exception, device:
 
     Args:
         op: Operator's name, for messages.
-        said: This rank's metadata by name, or the error that its own arguments raised.
+        metadata: This rank's metadata by name, or the error that its own arguments raised.
         device: Device of the group's collectives.
         group: Process group.
 

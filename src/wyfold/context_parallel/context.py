@@ -156,10 +156,10 @@ class ContextParallel:
 
     def shard_checked(self, x: Tensor, dim: int) -> Tensor:
         """`shard` without the check of x, which a compiler cannot trace in a backward."""
-        shares = [x.narrow(dim, start, stop - start) for start, stop in self.partition.ranges[self.rank]]
-        if len(shares) == 1:
-            return shares[0]
-        return torch.cat(shares, dim) if shares else x.narrow(dim, 0, 0)
+        shards = [x.narrow(dim, start, stop - start) for start, stop in self.partition.ranges[self.rank]]
+        if len(shards) == 1:
+            return shards[0]
+        return torch.cat(shards, dim) if shards else x.narrow(dim, 0, 0)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return the tensor of all tokens on every rank. One collective.
@@ -208,8 +208,8 @@ class ContextParallel:
         return self._cached((what, device), lambda: self.shard(getattr(self.whole, what)[None]).to(device))
 
     def __repr__(self) -> str:
-        share = f"rank={self.rank}, world={self.world}, tokens={self.tokens} of {self.total_tokens}"
-        return f"{_NAME}({share}, starts={len(self.starts)}, ends={len(self.ends)})"
+        fields = f"rank={self.rank}, world={self.world}, tokens={self.tokens} of {self.total_tokens}"
+        return f"{_NAME}({fields}, starts={len(self.starts)}, ends={len(self.ends)})"
 
     # --- for the operators -------------------------------------------------------------------------------------------
 
@@ -247,7 +247,7 @@ class ContextParallel:
         """
         B, T = x.shape[:2]
         if T != self.tokens:
-            raise ValueError(f"{op}: {name} must be [B, T, ...] with T = {self.tokens}, this rank's share, got T = {T}")
+            raise ValueError(f"{op}: {name} must be [B, T, ...] with T = {self.tokens}, this rank's shard, got T = {T}")
         if not self.dense and B != 1:
             raise ValueError(f"{op}: cp_context with boundaries must come with a batch of B = 1, got B = {B}")
 
@@ -399,9 +399,9 @@ def _describe(bounds: Sequence[int], ranges: Sequence[Sequence[Range]], dense: b
     ends = str(bounds[1 : _LISTED + 1])[1:-1] + ", .." * (len(bounds) > _LISTED + 1)
     what = "whole rows" if dense else f"sequences that end at {ends}"
     own = ["+".join(f"{start}-{stop}" for start, stop in some[:_LISTED]) or "nothing" for some in ranges[:_LISTED]]
-    shares = ", ".join([*own, *[".."] * (len(ranges) > _LISTED)])
+    shards = ", ".join([*own, *[".."] * (len(ranges) > _LISTED)])
     digest = hashlib.sha256(repr((bounds, ranges, dense)).encode()).hexdigest()[:16]
-    return f"{what} in shares {shares} ({digest})"
+    return f"{what} in shards {shards} ({digest})"
 
 
 def build_cp_context(

@@ -65,8 +65,8 @@ def maps_back(pieces_call: PiecesCall, inputs: MapsBackInputs) -> tuple[Tensor, 
     """Compute c of the pieces that began on another rank.
 
     Returns:
-        [send_rows, HV, K, V + K] c and M^T of these pieces, padded with zeros; [borders, HV, V, K] c of the segment
-        that begins at each border; the factors, or [] if the forward saved them.
+        [`inputs.send_rows`, HV, K, V + K] c and M^T of these pieces, padded with zeros; [borders, HV, V, K] c of the
+        segment that begins at each border; the factors, or [] if the forward saved them.
     """
     send_buffer, c, *factors = _run("delta_rank maps_back", _maps_back_op, pieces_call, inputs)
     return send_buffer, c, factors
@@ -76,7 +76,7 @@ def scan_back(pieces_call: PiecesCall, inputs: ScanBackInputs) -> tuple[Tensor, 
     """Scan all pieces in reverse from the gradients that other ranks sent.
 
     Returns:
-        [pieces, HV, K, V] gradients of the states that enter the pieces, without elements if not needed; the two
+        [B pieces, HV, K, V] gradients of the states that enter the pieces, without elements if not needed; the two
         tensors of `TokenBorders`.
     """
     dS0, states, tokens = _run("delta_rank scan_back", _scan_back_op, pieces_call, inputs)
@@ -226,7 +226,8 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         outer, borders = StateRows(entering, places.incoming_seq), StateRows(states.mT, places.incoming_border)
         with fork_side_stream(o.device) as on_side:
             if counts.entering < counts.sequences:
-                # First segments of sequences from another rank have no token: the states they read are not used.
+                # A piece from another rank begins with an empty segment. The state that it reads is not used, so
+                # the side stream may write that state meanwhile.
                 scan(behind=False)
             with on_side:
                 if counts.entering:
@@ -369,36 +370,35 @@ def _factors(
     return factors_to_list(prepare.empty(t.q, t.g, tiles, C, folded=folded, backward=backward, forward=forward))
 
 
-_SHARE = f"{TENSORS_SCHEMA}, Tensor table, int[] counts"
+_CALL = f"{TENSORS_SCHEMA}, Tensor table, int[] counts"
 
 _maps_op = register(
-    f"delta_rank_maps({_SHARE}, Tensor tails, int send_rows, {DELTA_SCHEMA}) "
+    f"delta_rank_maps({_CALL}, Tensor tails, int send_rows, {DELTA_SCHEMA}) "
     "-> (Tensor send_buffer, Tensor H, Tensor M, Tensor[] factors)",
     _maps,
     _maps_fake,
 )
 _forward_op = register(
-    f"delta_rank_fwd({_SHARE}, Tensor gathered, Tensor routes, Tensor H, Tensor M, Tensor[] factors, {DELTA_SCHEMA}) "
+    f"delta_rank_fwd({_CALL}, Tensor gathered, Tensor routes, Tensor H, Tensor M, Tensor[] factors, {DELTA_SCHEMA}) "
     "-> (Tensor o, Tensor final_state, Tensor entering, Tensor states)",
     _forward,
     _forward_fake,
 )
 _maps_back_op = register(
-    f"delta_rank_maps_bwd({_SHARE}, Tensor do, Tensor leaving, Tensor between, Tensor M, Tensor[] kept, int send_rows, "
+    f"delta_rank_maps_bwd({_CALL}, Tensor do, Tensor leaving, Tensor between, Tensor M, Tensor[] kept, int send_rows, "
     f"{DELTA_SCHEMA}) -> (Tensor send_buffer, Tensor c, Tensor[] factors)",
     _maps_back,
     _maps_back_fake,
 )
 _scan_back_op = register(
-    f"delta_rank_scan_bwd({_SHARE}, Tensor gathered, Tensor routes, Tensor tails, Tensor do, Tensor leaving, "
+    f"delta_rank_scan_bwd({_CALL}, Tensor gathered, Tensor routes, Tensor tails, Tensor do, Tensor leaving, "
     f"Tensor states, Tensor M, Tensor c, Tensor[] factors, bool need, {DELTA_SCHEMA}) "
     "-> (Tensor dS0, Tensor states, Tensor tokens)",
     _scan_back,
     _scan_back_fake,
 )
 _tokens_back_op = register(
-    f"delta_rank_gradients({_SHARE}, Tensor do, Tensor states, Tensor tokens, bool[] needs, {DELTA_SCHEMA}) "
-    "-> Tensor[]",
+    f"delta_rank_gradients({_CALL}, Tensor do, Tensor states, Tensor tokens, bool[] needs, {DELTA_SCHEMA}) -> Tensor[]",
     _tokens_back,
     _tokens_back_fake,
 )

@@ -15,9 +15,9 @@ class MapsInputs(NamedTuple):
     """Inputs of `maps`.
 
     Attributes:
-        tails: [leaving, HV, K, V + K] H and M of the tokens after a piece's last full chunk; without elements if no
-            piece has any.
-        send_rows: Rows of every rank's send buffer.
+        tails: [leaving B, HV, K, V + K] H and M of the tokens after the last full chunk of each piece that continues on
+            another rank; without elements if no piece has such tokens.
+        send_rows: Rows of every rank's send buffer: `Partition.most_leaving` times B.
     """
 
     tails: Tensor
@@ -28,7 +28,7 @@ class ForwardInputs(NamedTuple):
     """Inputs of `forward`.
 
     Attributes:
-        gathered: [world, send_rows, B, HV, K, V + K] send buffers of all ranks, maybe still being gathered.
+        gathered: [world, most_leaving, B, HV, K, V + K] send buffers of all ranks, maybe still being gathered.
         routes: `routes.forward_routes`, on the device.
         H, M, factors: Results of `maps`.
     """
@@ -45,11 +45,11 @@ class MapsBackInputs(NamedTuple):
 
     Attributes:
         do: [1, B T, HV, V] gradient of the output.
-        leaving: [pieces, HV, K, V] gradients of final states; zeros where a sequence continues on another rank.
-        between: [entering, HV, K, K] maps M of the pieces that began on another rank.
+        leaving: [B pieces, HV, K, V] gradients of final states; zeros where a sequence continues on another rank.
+        between: [entering B, HV, K, K] maps M of the pieces that began on another rank.
         M: Result of `maps`.
         kept: Factors saved by the forward; [] if they were not.
-        send_rows: Rows of every rank's send buffer.
+        send_rows: Rows of every rank's send buffer: `Partition.most_entering` times B.
     """
 
     do: Tensor
@@ -64,7 +64,7 @@ class ScanBackInputs(NamedTuple):
     """Inputs of `scan_back`.
 
     Attributes:
-        gathered: [world, send_rows, B, HV, K, V + K] send buffers of all ranks, maybe still being gathered.
+        gathered: [world, most_entering, B, HV, K, V + K] send buffers of all ranks, maybe still being gathered.
         routes: `routes.backward_routes`, on the device.
         tails, do, leaving, M: As of the records above.
         states: Result of `forward`.
@@ -119,8 +119,8 @@ class MapsResult(NamedTuple):
     """Results of `maps`.
 
     Attributes:
-        send_buffer: [send_rows, HV, K, V + K] H and M of the pieces that continue on another rank, by piece, then by
-            batch row; padded with zeros.
+        send_buffer: [`MapsInputs.send_rows`, HV, K, V + K] H and M of the pieces that continue on another rank, ordered
+            by piece, then by batch row; padded with zeros.
         H, M: [borders, HV, V, K] and [borders, HV, K, K] of the segment that ends at each border.
         factors: `Prepared` as a list (`factors_to_list`).
     """
@@ -136,8 +136,8 @@ class ForwardResult(NamedTuple):
 
     Attributes:
         o: [1, B T, HV, V] output.
-        final_state: [pieces, HV, K, V]; without elements if not requested.
-        entering: [pieces, HV, K, V] states that enter the pieces.
+        final_state: [B pieces, HV, K, V]; without elements if not requested.
+        entering: [B pieces, HV, K, V] states that enter the pieces.
         states: [borders, HV, V, K] states at the borders.
     """
 

@@ -25,8 +25,8 @@ class Piece:
         rank: Owner of the piece.
         number: Index among the owner's pieces.
         offset: Index of its first token among the owner's tokens.
-        done: Tokens of the sequence before the piece.
-        length: Tokens of the piece.
+        done: Number of the sequence's tokens before the piece.
+        length: Number of its tokens.
         first, last: Whether the sequence begins, and ends, in the piece.
         leaving: Index among the owner's pieces whose sequences continue in a later piece; -1 for the last piece.
         entering: Index among the owner's pieces whose sequences began in an earlier piece; -1 for the first piece.

@@ -1,14 +1,15 @@
 """Segments of a rank's pieces, planned on the host, which knows the pieces.
 
-Each piece is cut by its own length, like any sequence. If its sequence comes from another rank, or continues on one, it
-has one more segment on that side, so that what other ranks send and receive lies at borders between segments:
+The split rule cuts each piece by the length of the piece, as it cuts a sequence. States pass between ranks at borders
+between segments. A piece whose sequence crosses ranks gets one more segment on each side that it crosses:
 
-    an empty segment in front               the state of another rank enters at the border after it. The segment after
-                                            the border does not begin a sequence, so it has a map.
-    a segment after the last full chunk     has the tokens that do not fill another chunk, or none. The segments before
-                                            it have full chunks, and maps.
+    an empty segment in front               if the sequence began on another rank. The incoming state enters at the
+                                            border after it. The segment after the border does not begin a sequence, so
+                                            it has a map.
+    a segment after the last full chunk     if the sequence continues on another rank. It has the tokens that do not
+                                            fill a chunk, or none. The segments before it have full chunks, and maps.
 
-Both are ordinary segments to every kernel.
+Kernels treat both as ordinary segments, and each piece as one sequence.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class SegmentCounts(NamedTuple):
     """Lengths of the tables of `RankSegments`, and other sizes that the host knows.
 
     Attributes:
-        sequences: Number of pieces, over all batch rows.
+        sequences: Number of pieces over all batch rows: each is one sequence of the kernels.
         segments, borders, divided: As in `Segments`.
         entering, leaving: Number of pieces, over all rows, that come from another rank, and that continue on one.
         chunks: Number of chunks with a token of a piece.

@@ -17,8 +17,8 @@ def forward_routes(partition: Partition, rank: int) -> list[int]:
     """Routes of the states that enter a rank's pieces, in the order of `Piece.entering`.
 
     Returns:
-        The offsets of all routes in this list, with the end of the last one; then the routes. A route lists the rows
-        that lead to a state, rank * `most_leaving` + row of that rank's send buffer.
+        One list with the offset of every route in it, the end of the last route, and then the routes. A route lists the
+        rows of the gathered buffers that lead to one state: rank * `most_leaving` + row of that rank's send buffer.
     """
     return _routes(partition.chains, rank, partition.most_leaving, lambda piece: (piece.leaving, piece.entering))
 
@@ -38,7 +38,7 @@ def _routes(
         chains: Chains of pieces, in the direction of the states.
         rank: The rank whose pieces the routes end in.
         send_rows: Rows of each rank's send buffer.
-        numbers: Maps a piece to its row in its rank's send buffer, and to its index among the pieces that receive.
+        indices: Maps a piece to its row in its rank's send buffer, and to its index among the pieces that receive.
     """
     found: dict[int, list[int]] = {}
     for chain in chains:

@@ -85,7 +85,7 @@ class SoftmaxAttention(nn.Module):
             cache: `LayerCache` with "keys" and "values" [N, S, H, D], S <= window, and their "positions" [N, S], -1
                 where there is no key; the call continues from these and replaces them. An empty cache starts new
                 sequences.
-            cp_context: From `wyfold.cp.build_cp_context`, instead of layout and cache. x is this rank's share of the
+            cp_context: From `wyfold.cp.build_cp_context`, instead of layout and cache. x is this rank's shard of the
                 tokens. Keys and values are all-gathered; the mask has T rows and a column for each token of the group.
 
         Returns:

@@ -78,7 +78,7 @@ class ShortConvolution(nn.Module):
             layout: Boundaries of packed sequences; the filter never crosses one.
             cache: `LayerCache` with "conv" [N, D, W-1], the latest inputs, which the call replaces. Or a `LayerPool`,
                 whose `conv` the call updates in place, without a gradient.
-            cp_context: Instead of layout: x is this rank's share of the tokens.
+            cp_context: Instead of layout: x is this rank's shard of the tokens.
 
         Returns:
             y: [B, T, D], dtype of x. Exact zeros past the last boundary.

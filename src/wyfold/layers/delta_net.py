@@ -135,7 +135,7 @@ class DeltaMixer(nn.Module):
             cache: `LayerCache` with "conv" [N, D, W-1] and "state" [N, HV, K, V]; the call continues from these and
                 replaces them. An empty cache starts new sequences. Or a `LayerPool`, which the call updates in place,
                 without a gradient.
-            cp_context: From `wyfold.cp.build_cp_context`, instead of layout and cache. x is this rank's share of the
+            cp_context: From `wyfold.cp.build_cp_context`, instead of layout and cache. x is this rank's shard of the
                 tokens; sequences cross ranks. Each rank gets its partial gradient of every parameter.
 
         Returns:

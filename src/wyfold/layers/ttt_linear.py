@@ -129,7 +129,7 @@ class TTTLinear(nn.Module):
             cache: `LayerCache` with the fields of a `TTTState`, and with a convolution also "conv" [N, 2 H D, W-1]; the
                 call continues from these, also inside a mini-batch, and replaces them. An empty cache starts new
                 sequences. No gradient flows into tokens before an open mini-batch.
-            cp_context: From `wyfold.cp.build_cp_context`, instead of layout and cache. x is this rank's share of the
+            cp_context: From `wyfold.cp.build_cp_context`, instead of layout and cache. x is this rank's shard of the
                 tokens; sequences cross ranks between mini-batches. Each rank gets its partial gradient of every
                 parameter.
 

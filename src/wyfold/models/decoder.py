@@ -101,7 +101,7 @@ class Decoder(nn.Module):
             layout: Boundaries of packed documents, for which B is 1. No information crosses a boundary.
             cache: From `new_cache`, or for serving from `new_pools(..).at`. The call continues from it and updates it.
             cp_context: From `wyfold.cp.build_cp_context`, instead of layout and cache. ids and labels are this rank's
-                share of the tokens, made by `cp_context.shard`.
+                shard of the tokens, made by `cp_context.shard`.
             places: [B, n] int64. Positions t of each row whose logits to compute, if not all; labels are then [B, n].
                 Not with cp_context.
 
@@ -168,7 +168,7 @@ class Decoder(nn.Module):
         cp_context: ContextParallel,
         places: Tensor | None,
     ) -> Tensor:
-        """`_hidden` of this rank's share, after ranks have compared model and call.
+        """`_hidden` of this rank's shard, after ranks have compared model and call.
 
         One comparison serves all layers, whose calls follow from the compared properties.
         """

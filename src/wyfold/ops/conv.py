@@ -11,7 +11,7 @@ from wyfold.context_parallel.context import ContextParallel
 from wyfold.context_parallel.conv import ConvAcrossRanks
 from wyfold.kernels import table
 from wyfold.ops.plan_cache import cached_plan, plan_key
-from wyfold.ops.rank_agreement import check_share, ranks_agree
+from wyfold.ops.rank_agreement import check_shard, ranks_agree
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, packed_boundaries
 from wyfold.runtime.replay_cache import replayed
@@ -51,7 +51,7 @@ def causal_conv1d(
         output_final_state: Return the latest S inputs.
         activation: None, "silu" or "swish" (the same).
         cu_seqlens: [N+1] int32 or int64 boundaries of sequences packed into B = 1, or a `SequenceLayout`.
-        cp_context: From `wyfold.cp.build_cp_context`, instead of cu_seqlens. The tensors are this rank's share of a
+        cp_context: From `wyfold.cp.build_cp_context`, instead of cu_seqlens. The tensors are this rank's shard of a
             buffer split over a process group; the filter crosses its borders. States then have S = W-1: initial ones
             for the sequences that begin on this rank, final ones of those that end on it. One all-gather in each
             direction.
@@ -156,7 +156,7 @@ def _check_context(context: ContextParallel, x: Tensor, W: int, cu: Tensor | Non
     if context.conv1d_kernel_size not in (None, W):
         wanted = context.conv1d_kernel_size
         raise ValueError(f"{_NAME}: weight must have W = {wanted}, the context's conv1d_kernel_size, got W = {W}")
-    check_share(_NAME, context, "x", x, cu)
+    check_shard(_NAME, context, "x", x, cu)
 
 
 def _collectives(context: ContextParallel, sizes: dict[str, int]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from wyfold.ops.delta_arguments import DeltaCall, Flags, GateFlags
-from wyfold.ops.rank_agreement import check_share
+from wyfold.ops.rank_agreement import check_shard
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries, legal_boundaries, packed_boundaries
 from wyfold.runtime.torch_ops import in_autocast_dtype
@@ -63,7 +63,7 @@ def check_call(call: DeltaCall) -> CheckedDelta:
     cu, N = check_boundaries(op, q, cu_seqlens, on_cpu, sizes["B"], sizes["T"])
     given_states = N
     if context is not None:
-        check_share(op, context, "q", q, cu_seqlens)
+        check_shard(op, context, "q", q, cu_seqlens)
         if flags.return_intermediate_states:
             raise ValueError(f"{op}: return_intermediate_states must be False with cp_context, got True")
         cu, N = context.boundaries(sizes["B"], q.device), sizes["B"] * len(context.pieces)

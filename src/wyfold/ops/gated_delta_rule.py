@@ -93,7 +93,7 @@ def chunk_gated_delta_rule(
             the sequence's length, heads, widths and the card alone; `explain` reports it.
         disable_recompute: Keep the chunks' factors for the backward: more memory, less time, same bits.
         cu_seqlens_cpu: [N+1] copy of the boundaries on the CPU. Saves a device synchronisation; changes no bit.
-        cp_context: From `wyfold.cp.build_cp_context`, instead of cu_seqlens. The tensors are this rank's share of a
+        cp_context: From `wyfold.cp.build_cp_context`, instead of cu_seqlens. The tensors are this rank's shard of a
             buffer split over a process group. Initial states are given for the sequences that begin on this rank
             (`starts`); final states are returned for those that end on it (`ends`). Each rank gets its partial
             gradient of a parameter; the sum over ranks is the gradient. One all-gather in each direction.

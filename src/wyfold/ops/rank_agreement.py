@@ -62,8 +62,8 @@ def _kind(context: ContextParallel, x: object, module: Hashable) -> Hashable:
     return rows, (x.shape[2:], autocast_dtype(x.device.type) or x.dtype) if module is None else module
 
 
-def check_share(op: str, context: ContextParallel, name: str, x: Tensor, cu_seqlens: object) -> None:
-    """Check that x [B, T, ...] is this rank's share, and that only the context has boundaries."""
+def check_shard(op: str, context: ContextParallel, name: str, x: Tensor, cu_seqlens: object) -> None:
+    """Check that x [B, T, ...] is this rank's shard, and that only the context has boundaries."""
     if cu_seqlens is not None:
         raise ValueError(f"{op}: cu_seqlens must be None with cp_context, which has the boundaries, got both")
     context.check_tokens(op, x, name)

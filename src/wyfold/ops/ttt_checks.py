@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from wyfold.context_parallel.context import ContextParallel
-from wyfold.ops.rank_agreement import check_share
+from wyfold.ops.rank_agreement import check_shard
 from wyfold.ops.ttt_arguments import TTTCall
 from wyfold.runtime import check
 from wyfold.runtime.chunk_layout import CHUNK_SIZES
@@ -102,7 +102,7 @@ def check_tokens(
 
 def _check_context(op: str, context: ContextParallel, q: Tensor, cu: Tensor | None, chunk_size: int) -> int:
     """Check that ranks' borders lie between mini-batches; return the number of sequences that begin on this rank."""
-    check_share(op, context, "q", q, cu)
+    check_shard(op, context, "q", q, cu)
     for piece in (piece for chain in context.partition.chains for piece in chain[:-1]):
         end = piece.done + piece.length
         if chunk_size in CHUNK_SIZES and end % chunk_size:

@@ -95,7 +95,7 @@ def chunk_ttt_linear(
         state_dtype: Storage of returned states. None: float32 (float64 inputs: float64).
         cu_seqlens: [N+1] int32 or int64 boundaries of packed sequences, or a `SequenceLayout`; B is 1. An empty
             sequence returns its initial state bit for bit. Rows past the last boundary are never read; their o is zero.
-        cp_context: From `wyfold.cp.build_cp_context`, instead of cu_seqlens. The tensors are this rank's share of a
+        cp_context: From `wyfold.cp.build_cp_context`, instead of cu_seqlens. The tensors are this rank's shard of a
             buffer split over a process group, cut between mini-batches. Initial states are given for the sequences
             that begin on this rank (`starts`); final states are returned for those that end on it (`ends`). Each rank
             gets its partial gradient of w and b. States pass from rank to rank: this splits the memory of one

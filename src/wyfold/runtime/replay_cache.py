@@ -40,11 +40,11 @@ _recordings: dict[tuple[Any, ...], Recording | str] = {}
 """Cache key -> recording. A text is the reason why there is none; an empty text means one such call has run."""
 
 _precompiled: set[tuple[Any, ...]] = set()
-"""Keys of calls whose kernels were precompiled. They leave out lengths and real numbers."""
+"""Keys of calls whose kernels were precompiled. Lengths and real numbers are not part of these keys."""
 
 
 class Lengths(tuple[int, ...]):
-    """Counts among a call's values that select kernels only by being zero or not, such as numbers of tokens."""
+    """Counts among a call's values, such as numbers of tokens. Zero or not zero is all that selects a kernel."""
 
 
 def replayed(tensors: tuple[Any, ...], values: tuple[Any, ...], run: Callable[[], Result]) -> Result:

@@ -103,7 +103,7 @@ def scan_bwd(
         options: Uses `scale`.
         key: Key of the launch configuration.
         dS0: [N, HV, K, V] view, written, or None.
-        found: From `token_borders`, written.
+        borders: From `token_borders`, written.
         segments: Layout of the segments, whose sequences are those of the states; None if no sequence is cut.
         entering, leaving: [borders, HV, K, V] views, states at the segments' borders and their gradients.
         half: Half to run: "forward" reads no gradient of a state, "reverse" no state.

@@ -41,7 +41,7 @@ def reduce_partials(
 
     Args:
         q, k, g, beta, A_log, dt_bias, grid, options: As given to `recurrent`.
-        shares: From `recurrent_bwd`.
+        partials: From `recurrent_bwd`.
         out: Receives all gradients except v's; tokens past a packed batch's last boundary get zeros. None where a
             gradient is not requested.
     """

@@ -286,7 +286,7 @@ def scale_for_sub_chunks(b_s, b_scale, NB: tl.constexpr):
 
     Args:
         b_s: [NB, 16, BK] rows.
-        b_on: [NB, NB, BK], [i, n].
+        b_scale: [NB, NB, BK], [i, n].
     """
     return (b_s[None] * b_scale[:, :, None]).reshape(NB, 16 * NB, b_s.shape[2])
 
