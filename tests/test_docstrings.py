@@ -4,9 +4,10 @@ An argument's line begins `name: [B, T, H, K] ...`. Every public operator is cal
 letter. Then, one at a time, each dimension whose letter occurs elsewhere gets another size that would be legal by
 itself; the operator must refuse it and name itself. Arguments that an operator documents by reference to
 `chunk_gated_delta_rule` are read there. Every operator documents its errors, and names a paper with an equation or a
-section.
+section. `Args:` of every function names arguments of its signature.
 """
 
+import ast
 import doctest
 import importlib
 import inspect
@@ -161,6 +162,40 @@ def test_every_operator_documents_its_errors_and_source(operator: Callable):
     source = section(operator, "Source")
     assert re.search(r"arXiv:\d{4}\.\d{5}", source)
     assert re.search(r"Eqs?\. \(\d+\)|sections? \d", source), "no equation and no section"
+
+
+def documented_arguments(docstring: str) -> list[str]:
+    """Names at the beginnings of the lines of `Args:`."""
+    found = re.search(r"^Args:\n((?:    .*\n|\n)*)", docstring + "\n", re.M)
+    lines = re.findall(r"^    (\*{0,2}\w[\w*, ]*):", found.group(1) if found else "", re.M)
+    return [name.strip(" *") for line in lines for name in line.split(",")]
+
+
+def undeclared(node: ast.FunctionDef | ast.ClassDef) -> list[str]:
+    """Documented arguments that are neither in the signature nor, of a record, among its fields."""
+    declared = {
+        part.target.id for part in node.body if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
+    }
+    for function in (node, *node.body):
+        if isinstance(function, ast.FunctionDef) and (function is node or function.name == "__init__"):
+            declared |= {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}
+    return [name for name in documented_arguments(ast.get_docstring(node) or "") if name not in declared]
+
+
+def test_documented_arguments_are_in_the_signature():
+    wrong = []
+    for path in sorted((ROOT / "src" / "wyfold").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                wrong += [f"{path.relative_to(ROOT)}: {node.name}: {name}" for name in undeclared(node)]
+    assert not wrong
+
+
+def test_an_undeclared_argument_is_found():
+    (node,) = ast.parse(
+        'def f(a, *b, c):\n    """Do.\n\n    Args:\n        a, b: one.\n        c, d: two.\n    """'
+    ).body
+    assert undeclared(node) == ["d"]
 
 
 # --- examples --------------------------------------------------------------------------------------------------------
