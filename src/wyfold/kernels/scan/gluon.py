@@ -6,7 +6,10 @@ The products are those of `scan` in Triton, in the same order and with the same 
     o^T = (S^T q^T) in + Y^T F^T            S^T <- total S^T + Y^T E                      folded
     o^T = (S^T q^T) in + R^T (F beta)^T     S^T <- total S^T + ((R^T W^T) beta out) k     else
 
-F beta and beta out come from `prepare`. In the code, y is the left operand of both later products: Y, or R.
+Factors come from `prepare`, in `Prepared`. in and out are a token's decay since the chunk's start and until its end,
+with 1/|k| or 1/|q| where `prepare` computes norms; a channel gate's are in the tiles of q and k. total is the state's
+decay over the chunk. "beta out" and "F beta" are stored as products. Calls are folded where the gate is per channel
+(`prepare.reads_folded`). In the code, y is the left operand of both later products: Y if folded, else R.
 
 S^T [value rows, K] is a float32 accumulator in registers. Every left operand is a rounded accumulator, which is already
 in the register layout that WGMMA reads. Every right operand is a tile in shared memory, read directly or transposed.
@@ -14,10 +17,10 @@ The critical path of a chunk's state is its products and three conversions. The 
 and its store overlaps the last product.
 
 A program's value rows are split between two parts that share the tiles (PARTS 2), or all its warpgroups work on them
-together (PARTS 1). Stages are handed over by mbarriers in shared memory. `full`: TMA has written the stage. `free`:
-every part has read it; a part arrives after it has issued the first products of the next chunk. At the same point the
-part issues the TMA store of its output. The output waits in OUT buffers per part, or with OUT 0 in the chunk's v
-buffer, for which `out_free` signals that TMA has read it.
+together (PARTS 1). Mbarriers in shared memory synchronise the stages. `full` completes when TMA has written the
+stage. `free` completes when every part has read it. A part arrives there after it has issued the next chunk's first
+products, and then issues the TMA store of this chunk's output (`_release`). Until then the output is in one of OUT
+buffers per part. With OUT 0 it is in the stage's v buffer, and `out_free` completes when TMA has read it from there.
 
 A partial last chunk is a separate step after the loop. Its rows past the last token are masked, and its output is
 stored through pointers.
@@ -96,7 +99,7 @@ def scan(
     are copied first.
 
     Args:
-        q, k: [B, T, H, K] tokens, bfloat16, K 64 or 128, as the table's row for `key` says.
+        q, k: [B, T, H, K] tokens, bfloat16, with the K of the configuration's row for `key`; all rows have K 128.
         v: [B, T, HV, V].
         prepared: From `prepare`.
         initial_state: [N, HV, K, V] view of any strides and float dtype, or None (zeros).
@@ -105,7 +108,8 @@ def scan(
         key: Key of the launch configuration.
         o: [B, T, HV, V] written.
         final_state: [N, HV, K, V] view, written, or None.
-        states, first_state: Always None; only the Triton launch stores intermediate states.
+        states, first_state: None. They are arguments because both launches are called alike; only the Triton launch
+            stores intermediate states.
         segments: Layout of the segments, whose sequences are those of the states; None if no sequence is cut.
         borders: [borders, HV, K, V] view, states entering the segments that do not begin a sequence.
         behind: Whether to run only those segments, or only the others; None if no sequence is cut.
@@ -169,7 +173,7 @@ def _descriptors(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, o: Tensor,
     """The kernel's first arguments, as descriptors where TMA accesses them; None if one cannot have a descriptor."""
     rows, total, q_tiles, k_tiles, E, F, W, FB, _ = prepared
     K, channel = q.shape[3], q_tiles is not None
-    write, F = (W, FB) if E is None else (E, F)
+    write, F = (W, FB) if E is None else (E, F)  # the kernel's x_write and x_F: W and F beta, or if folded E and F
     given = q, k, v, rows, total, write, F, o
     found = (
         tile_descriptor(q_tiles, C, K) if q_tiles is not None else token_descriptor(q, C, K),
@@ -193,8 +197,8 @@ class Smem(NamedTuple):
         v: Value tiles [BT, BW], [STAGES * PARTS, ..].
         rows: Row factors of a chunk, 4 BT numbers.
         total: Decay of the chunk, [K], with a channel gate.
-        write: E [BT, K], or W [BT, BT].
-        F: [BT, BT]; F beta beside W.
+        write: E [BT, K] if folded, else W [BT, BT].
+        F: [BT, BT] F if folded, else F beta.
         out: Output tiles until their TMA store has read them: OUT * PARTS buffers, or v with OUT 0.
         full: Barrier: the producer's loads of the stage have arrived.
         free: Barrier: every part has read the stage.
@@ -266,18 +270,18 @@ class Coords(NamedTuple):
     """Coordinates of a program.
 
     Attributes:
-        tile: First tile.
-        n: Index of the entering state.
-        to: Slot of the leaving state; None: n.
-        border: Border in front of the segment.
-        begins: The sequence begins in this segment; of a pool, its slot holds a state.
-        exists: The segment belongs to a sequence.
-        ends: The sequence ends in this segment; of a pool, there is a slot to write.
+        tile: Number of the first chunk's tile.
+        n: Index of the entering state: a sequence, or with slots a slot.
+        to: Slot of the leaving state; None without slots, where it is n.
+        border: Number of the border in front of the segment.
+        begins: Whether the segment begins its sequence; with slots, whether slot n holds a state.
+        exists: Whether the segment belongs to a sequence.
+        ends: Whether the segment ends its sequence; with slots, whether slot `to` is written.
         hv: Value head.
-        b: Buffer row.
-        t: First token in the buffer row.
-        token: First token in all rows.
-        column: First value row.
+        b: Index in the batch.
+        t: First token, in that row of the batch.
+        token: First token, over all rows of the batch.
+        column: First of the program's value rows.
         steps: Number of full chunks.
         tail_rows: Tokens of the partial last chunk, or 0.
     """
@@ -352,8 +356,9 @@ def wyfold_scan_gluon(
     """One program owns BV value rows of one state; the tiles of a head are neighbours, so that they share k and q in
     L2.
 
-    With p_sequence, i_n is a segment of the sequence it gives, `shift` after the segment that p_named gives. States are
-    then indexed by that sequence, or with slots by its slots.
+    i_n is a sequence of the chunk grid; with p_selected, the one `shift` after the element of p_selected. With
+    p_sequence, the grid's sequences are segments, and p_sequence[i_n] is the sequence that segment i_n belongs to.
+    States are indexed by sequence, or with slots by the sequence's slots.
     """
     NV: gl.constexpr = V // BV
     BW: gl.constexpr = BV // PARTS
@@ -427,6 +432,7 @@ def wyfold_scan_gluon(
         (i_hv * h_v).to(gl.int32) + column,
     )
     count = steps + (tail_rows > 0).to(gl.int32)
+    # i_border is the border at the segment's end; the state enters at the border before it.
     coords = Coords(i_tile, i_n, i_to, i_border - 1, begins, i_n < N, ends, i_hv, b, t, token, column, steps, tail_rows)
     if PARTS == 1:
         gl.warp_specialize(
@@ -609,7 +615,13 @@ def _step(
     STAGES: gl.constexpr,
     FULL: gl.constexpr,
 ):
-    """Write a chunk's output; return the state leaving it. FULL: all its rows are tokens."""
+    """Write a chunk's output; return the state leaving it.
+
+    A channel gate implies FOLDED (`prepare.reads_folded`): the branches without FOLDED have one decay per token.
+
+    Args:
+        FULL: Whether all rows of the chunk are tokens.
+    """
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
     LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BT, 16])
     AS: gl.constexpr = gl.DotOperandLayout(0, LS, 2)
@@ -679,6 +691,7 @@ def _step(
         # o has a descriptor, so its last stride is 1. Multiplying by the runtime stride would split the store into
         # single numbers.
         offsets = o_t.to(gl.int64)[:, None] * gmem.s_o[1] + o_v[None, :]
+        # o_v >= 0 is always true; it gives the mask the second dimension of the pointers.
         gl.store(gmem.o + first + offsets, buffer.load(L), mask=(o_t < coords.tail_rows)[:, None] & (o_v >= 0)[None, :])
     return warpgroup_mma_wait(0, deps=[S])
 
@@ -707,10 +720,12 @@ def _release(
 ):
     """Arrive at `free` for chunk i's stage and issue the TMA store of its output; nothing for i = -1.
 
-    Never issue a TMA store of a block that is entirely out of bounds: it appears to fault.
+    The first call has i = -1 and stores nothing: a TMA store of a block that lies entirely before the tensor is an
+    illegal instruction (docs/facts/hopper.md, TMA-1).
     """
     fence_async_shared()
     mbarrier.arrive(smem.free.index(stage), count=1, pred=i >= 0)
     column = (coords.hv * gmem.s_o[2]).to(gl.int32) + coords.column + part * BW
     if i >= 0:
+        # The buffer of i + OUT is that of i, and the sum is not negative for i = -1 either.
         tma_store(gmem.x_o, [coords.token + i * BT, column], _out_buffer(smem, part, stage, i + OUT, PARTS, OUT))

@@ -5,11 +5,13 @@ registers:
 
     R^T = V^T - (S^T k^T) in          Y^T = R^T beta
     o^T = (S^T q^T) in + Y^T F^T            S^T <- total S^T + Y^T E                      folded
-    o^T = (S^T q^T) in + R^T (F beta)^T     S^T <- total S^T + ((R^T W^T) beta out) k     else: one product more, 128
-                                                                                          bytes a token less
+    o^T = (S^T q^T) in + R^T (F beta)^T     S^T <- total S^T + ((R^T W^T) beta out) k     else
 
-in, out: decay of rows, per token; a channel gate's is in q and k. F beta and beta out come from `prepare`. From e = W
-R, the product more, `scan_bwd` computes the same state, bit for bit.
+in and out are a token's decay since the chunk's start and until its end; a channel gate's are in the tiles of q and k.
+total is the state's decay over the chunk. All three come from `prepare`, as do the products F beta and beta out.
+
+The unfolded form has one product more, e = W R, and reads 128 bytes a token less. `scan_bwd` computes the same state
+from the same e, bit for bit.
 
 If the memory layout allows descriptors, TMA loads and stores the tiles. A partial last chunk is then a separate step
 after the loop, the only one that masks rows of the next sequence.
@@ -291,8 +293,9 @@ def wyfold_scan_triton(
     """One program owns BV value rows of one state; the tiles of a head are neighbours, so that they share k and q in
     L2.
 
-    With p_sequence, i_n is a segment of the sequence it gives, `shift` after the segment that p_named gives. States are
-    then indexed by that sequence, or with slots by its slots.
+    i_n is a sequence of the chunk grid; with p_selected, the one `shift` after the element of p_selected. With
+    p_sequence, the grid's sequences are segments, and p_sequence[i_n] is the sequence that segment i_n belongs to.
+    States are indexed by sequence, or with slots by the sequence's slots.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)

@@ -172,8 +172,7 @@ def slot_coords(i_n, p_source, s_source, p_target, s_target, p_given, slots, pad
 
     Returns:
         Slot of the entering state, and whether it holds a state for this call; slot of the leaving state, and whether
-        it
-        is written; whether the sequence has a live slot at all.
+        it is written; whether the sequence has a live slot at all.
     """
     i_from = i_n
     if p_source is not None:

@@ -1,8 +1,10 @@
-"""`gradients` in Gluon for Hopper: no gate or a scalar one, bfloat16, chunks of 64, K = V = 128, as many heads as keys.
+"""`gradients` in Gluon for Hopper: no gate or a scalar one, bfloat16, chunks of 64, K = V = 128, one value head per
+key head.
 
 One program computes a chunk of one head. It issues all loads to shared memory before it computes, in the order of use:
 four groups of tiles, each with its own mbarrier. States come in halves of K; the second half is loaded after the first
-has been read. Two programs fill a multiprocessor, so shared memory is reused:
+has been read. Shared memory is reused, so that two programs fit a multiprocessor (a test of
+`tests/compile/test_gradients_gluon.py`):
 
     X       then dv, then the pair sums of a scalar gate, then dP and dJ, which products read both ways round
     q, k    then dq and dk, which are stored from there
@@ -13,8 +15,8 @@ with z = dy/|x| and y = x/|x|:
 
     dx = dy/|x| - y <y, dy>/|x| = z - x <x, z>/|x|^2
 
-The dot product sums over both halves of K. The first half of z waits, rounded, in the memory of x, and x is loaded
-reloaded.
+Here x is a raw row of q or k. The dot product sums over both halves of K. So the first half of z waits, rounded, in
+the memory of x, and the first half of x is loaded again, into the memory of S (`_reload`).
 
 In a partial chunk, the rows past the sequence's end are zeroed, and results are stored without TMA. Results do not
 depend on strides: inputs that TMA cannot read are copied, and gradients that are not requested go to temporaries.
