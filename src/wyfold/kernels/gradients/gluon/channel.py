@@ -1,9 +1,25 @@
-"""`gradients` in Gluon for Hopper under a channel gate: bfloat16, chunks of 64, K = V = 128, as many heads as keys.
+"""`gradients` in Gluon for Hopper under a channel gate: bfloat16, chunks of 64, K = V = 128, one value head per key
+head.
 
-One program computes one half of the channels of one chunk and head. It issues all its loads at the start, and two
-programs fill a multiprocessor. Both programs of a chunk compute the gradients of the grams, which need all of V: that
-is a tenth of the work, and its loads hit L2. Tiles are [channel, token], so a token's decay scales a left operand in
-registers, and no decayed row is ever stored.
+One program computes one half of the channels of one chunk and head. It issues all its loads at the start. Its shared
+memory lets two programs fit a multiprocessor (a test of `tests/compile/test_gradients_gluon.py`). Both programs of a
+chunk compute the gradients of the grams, which need all of V. They are neighbours in the grid, so that the second
+load of e, X and do can hit L2. Tiles are [channel, token], so a token's decay scales a left operand in registers, and
+no decayed row is ever stored.
+
+**Letters** that docs/algorithm.md lacks, or uses for something else:
+
+    dw          gradient of k as a column; dk' in docs/algorithm.md, section 7.2. dk is that of k as a row.
+    x, y        products for the gate's gradient, per channel: x_r = q_r dq_r + k_r dk_r,  y_s = k_s dw_s
+    P, J        in shared memory: the gradients of the grams P and J
+    I, Q, E     decays, per channel: I of a token since its sub-chunk began, Q of a token until its sub-chunk ends, and
+                E of a whole sub-chunk; not the identity, the queries and A^T Kt
+    X           gradient of Y, as on that page; unrelated to x
+
+**Sizes.** A program has BK = K / 2 = 64 channels and BT = 64 tokens. The code relies on BK = BT: accumulators over
+channels and tokens, [BK, BT], share a layout and their zeros with the grams, [BT, BT]. Numbers in the code follow from
+the tree below: 8 tokens of a sub-chunk, 16 of a quarter, 32 of half of the chunk, and 512 = 64 * 8 pairs (near) inside
+sub-chunks.
 
 **Tree of sub-chunks.** A chunk is 8 sub-chunks of 8 tokens. Two sub-chunks make a quarter of 16 tokens, the unit of one
 tile. At each level, the rows of a block's later half and the columns of its earlier half exchange gradients across the
@@ -17,27 +33,29 @@ border (x) between the halves:
     level 8         [e]x[l] [e]x[l] [e]x[l] [e]x[l]       odd with even sub-chunk, inside each quarter
     near pairs      [ ] [ ] [ ] [ ] [ ] [ ] [ ] [ ]       inside each sub-chunk
 
-A row r of a pair r > s gets dq_r and dk_r from the column s, and the column s gets dw_s from the row: dw is the
-gradient of k as a column. Levels run from far to near, in one accumulator per row or column. When a row's accumulator
-goes down to a later half, it decays over the earlier half; then the exchange adds the earlier half's contribution. When
-a column's accumulator goes down to an earlier half, it decays over the later half.
+Each pair of a row r and a column s < r adds to dq_r and dk_r, the gradients of the row, and to dw_s, that of the
+column. Levels run from far to near. Every row has one accumulator for dq and one for dk, and every column one for dw.
+At each level the row accumulators of a later half first decay over the earlier half; then the exchange adds the pairs
+with columns in the earlier half. The column accumulators of an earlier half first decay over the later half.
 
-Decays are products of three kinds: I of a token since its sub-chunk began, Q of a token until its sub-chunk ends, and E
-of a whole sub-chunk. An exchange scales its operands by the decays to its border. Rows are multiplied by I, and columns
-by Q, once at the end. So every decay is at most 1, and none is computed as a difference of sums.
+An exchange scales its operands by the decays between a token and the border, products of I, Q and E. Row accumulators
+are multiplied by I, and column accumulators by Q, once at the end. So every decay is at most 1, and none is computed as
+a difference of sums.
 
-**The gate's gradient** of token i is the sum over pairs r >= i > s. Let x_r = q_r dq_r + k_r dk_r be the accumulated
-product of a row and y_s = k_s dw_s that of a column. At each border, the later half's sum of x goes to all tokens of
-the earlier half, whose pairs span it, and the earlier half's sum of y to all tokens of the later half. The remaining
-pairs begin or end in the token's own sub-chunk, or lie inside it.
+**The gate's gradient** of token i is a sum over the pairs with s < i <= r. The entering state counts as a column before
+all tokens, the gradient of the leaving one as a row after them. Before an exchange, x of a later half holds the pairs
+whose columns lie before the block. They span the whole earlier half, so the sum of x is added to each token of the
+earlier half. In the same way y of an earlier half holds the pairs whose rows lie after the block, and its sum is added
+to each token of the later half. The remaining pairs begin or end in the token's own sub-chunk, or lie inside it.
 
 **Near pairs**, of one sub-chunk, are computed one by one in float32, as in `tile.decay.channel`. A warp then holds a
 sub-chunk, and a thread all 8 rows of two of its channels.
 
 **With the l2 norm**, q and k stay raw, as in `wyfold.kernels.gradients.gluon`. The pairs' gradients carry both norms,
-and the gradients through the states carry the row's own norm. All sums are then z = dy/|x|, and x_r z_r is y_r dy_r.
-The norm's adjoint, z - x <x, z>/|x|^2, needs all channels: both programs store z, rounded, and their part of <x, z>,
-and `wyfold_gradients_norm_gluon` follows.
+and the gradients through the states carry the row's own norm. For a raw row u with normed row n = u/|u|, accumulators
+then hold z = dn/|u| in place of dn. x and y do not change, since u z = n dn in every channel. The norm's adjoint,
+du = z - u <u, z>/|u|^2, needs all channels: both programs store z, rounded, and their part of <u, z>, and
+`wyfold_gradients_norm_gluon` follows.
 
 Rows past a sequence's end are zeroed. Inputs that TMA cannot read are copied, as in `wyfold.kernels.gradients.gluon`.
 """
@@ -377,7 +395,7 @@ def wyfold_gradients_channel_gluon(
         barrier()
 
     # Gradients of the grams, and rows through the states.
-    zero_acc = gl.zeros([BT, BT], gl.float32, LC)
+    zero_acc = gl.zeros([BT, BT], gl.float32, LC)  # also of [BK, BT] and [BK, BK] products: BK = BT
     mbarrier.wait(values_ready, 0)
     if not WHOLE:
         if rows < BT:
@@ -385,6 +403,8 @@ def wyfold_gradients_channel_gluon(
     dJ = warpgroup_mma(t_X, t_e.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     dP = warpgroup_mma(t_do, t_e.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     mbarrier.wait(states_ready, 0)
+    # Only the diagonal is used: <S, dS> of every channel. A product reads both states from shared memory; elementwise,
+    # both would be loaded into registers.
     trace = warpgroup_mma(t_S.permute((1, 0)), t_dS, zero_acc, use_acc=False, is_async=True)
     dJ, dP, trace = warpgroup_mma_wait(0, deps=[dJ, dP, trace])
     dq = warpgroup_mma(t_S.permute((1, 0)), t_do.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
@@ -590,10 +610,10 @@ def wyfold_gradients_norm_gluon(
     BT: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """Adjoint of the l2 norm, one program per chunk and head: dx = z - x <x, z>/|x|^2, in place of z.
+    """Adjoint of the l2 norm, one program per chunk and head: du = z - u <u, z>/|u|^2, in place of z.
 
     Args:
-        p_norm_dots: [tiles, half of the channels, q or k, BT] partial sums of <x, z>.
+        p_norm_dots: [tiles, half of the channels, q or k, BT] partial sums of <u, z>.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
     pid = gl.program_id(0).to(gl.int64)
@@ -610,7 +630,7 @@ def wyfold_gradients_norm_gluon(
 
 @gluon.jit
 def _norm_bwd(p_x, s_x, p_dx, s_dx, coords, dot, L: gl.constexpr, BT: gl.constexpr, K: gl.constexpr):
-    """Apply the norm's adjoint to q or k."""
+    """Apply the norm's adjoint to q or k. x is the raw row u, and p_dx holds z, then du."""
     x = load_rows(p_x, s_x, coords, 0, L, BT, K)
     r = gl.rsqrt(gl.sum(gl.fma(x, x, 0.0), axis=1) + 1e-6)
     z = load_rows(p_dx, s_dx, coords, 0, L, BT, K)
@@ -634,12 +654,12 @@ def _own_sub_chunk_columns(pairs, o_r):
 
 
 class Later(NamedTuple):
-    """16 tokens of the later half of a block, as rows. Tiles are [BK, 16].
+    """16 tokens of the later half of a block, as rows of pairs. Tiles are [BK, 16].
 
     Attributes:
         q, k: Rows decayed since the border, as left operands.
         dq, dk: Accumulated gradients of the rows.
-        x: q dq + k dk before the exchange.
+        x: q dq + k dk before the exchange; inside a quarter, their sum over the odd sub-chunk, [BK].
     """
 
     q: Any
@@ -650,12 +670,12 @@ class Later(NamedTuple):
 
 
 class Earlier(NamedTuple):
-    """16 tokens of the earlier half of a block, as columns. Tiles are [BK, 16].
+    """16 tokens of the earlier half of a block, as columns of pairs. Tiles are [BK, 16].
 
     Attributes:
         k: Columns decayed until the border, as left operands.
         dw: Accumulated gradient of the columns.
-        y: k dw before the exchange.
+        y: k dw before the exchange; inside a quarter, their sum over the even sub-chunk, [BK].
     """
 
     k: Any
@@ -706,10 +726,11 @@ def _exchange(P, J, later, earlier, i: gl.constexpr, n: gl.constexpr):
 
 @gluon.jit
 def _exchange_inside_quarter(P, J, t_q, t_k, i: gl.constexpr, I, Q, dq4, dk4, dw4, E, L: gl.constexpr):
-    """Exchange between the odd and the even sub-chunk of quarter i. x and y are summed over the sub-chunks."""
+    """Exchange between quarter i's odd sub-chunk, the later one, and its even one. x and y are sums over them."""
     is_even = gl.arange(0, 16, layout=gl.SliceLayout(0, L))[None, :] < 8
-    # A 1 that the compiler cannot fold. Otherwise the product's accumulator would not be a new value: it would have to
-    # be copied first, and products wait for that copy.
+    # A 1 that the compiler cannot fold: E[0] is not a constant. With the constant 1, `dq4[i] * before` would be dq4[i]
+    # itself in the even sub-chunk, not a new value. It would be copied to be accumulated to, and products wait for
+    # that copy.
     one = gl.fma(E[0], 0.0, 1.0)
     before, after = _per_sub_chunk(one, E[2 * i], L), _per_sub_chunk(E[2 * i + 1], one, L)
     decay = I[i].load(L)
@@ -726,7 +747,7 @@ class NearTiles(NamedTuple):
     """Shared memory that the near pairs read and write.
 
     Attributes:
-        near: [512, 2] gradients of P and J of every pair inside a sub-chunk.
+        near: [8 * 64, 2] gradients of P and J of every pair inside a sub-chunk.
         dq, dk, dw: [2, BK, 32] accumulated gradients of rows and columns, by halves of the tokens.
         over: [2, BK, 4] part of the gate's gradient from pairs that span a sub-chunk.
         q, k, g: [64, BK] inputs, overwritten with their gradients.
@@ -837,7 +858,7 @@ def _near_pairs_half(
 def _near_pairs(near, h, q, k, a, dq, dk, dw, over, NEAR: gl.constexpr):
     """Add the pairs inside each sub-chunk to the gradients of 32 tokens, and compute the gate's gradient.
 
-    z and b are those of `add_near_pairs` in `tile.decay.channel.triton`.
+    z and b are those of `add_near_pairs` in `tile.decay.channel.triton`; z is not that of the norm.
 
     Args:
         near: Gradients of P and J of the pairs.
