@@ -1,7 +1,7 @@
 """Decayed grams under a channel gate, and their adjoint, in PyTorch.
 
-A channel gate is inside the contraction. Dyadic halving splits it: at each level, blocks of 2h rows pair their lower
-half with their upper half, both anchored at the lower half's first row, which lies between them in time. Each pair
+A channel gate is inside the contraction. Dyadic halving splits it: at each level, blocks of 2h rows pair their later
+half with their earlier half, both anchored at the later half's first row, which lies between them in time. Each pair
 r > s is computed at exactly one level, no exponent is positive, and no row depends on later gates. The diagonal needs
 no gate.
 """
@@ -23,7 +23,7 @@ def exclusive_sum(x: Tensor) -> Tensor:
 
 
 def _halves(x: Tensor, h: int) -> tuple[Tensor, Tensor]:
-    """Upper and lower halves, [n, C / 2h, h, W] each, of the blocks of 2h rows of [n, C, W]."""
+    """Upper (earlier) and lower (later) halves, [n, C / 2h, h, W] each, of the blocks of 2h rows of [n, C, W]."""
     blocks = x.unflatten(1, (-1, 2, h))
     return blocks[:, :, 0], blocks[:, :, 1]
 

@@ -2,7 +2,7 @@
 
 The forward anchors decays at the first row of every sub-chunk of 16 rows (`add_channel_grams`, and `add_key_gram` for
 unrounded operands). The adjoint (`channel_bwd`) computes pairs inside 8 rows one by one, and all others by halving: at
-level h, blocks of 2h rows pair their upper with their lower half, both anchored at the lower half's first row. Log
+level h, blocks of 2h rows pair their later with their earlier half, both anchored at the later half's first row. Log
 gates are to base 2 here.
 """
 
