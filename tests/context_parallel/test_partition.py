@@ -53,7 +53,7 @@ def check_chains(partition: Partition) -> None:
         for before, piece in pairwise(chain):
             assert piece.done == before.done + before.length and before.length > 0
     crossing = [piece for chain in partition.chains for piece in chain]
-    for which, most in (("leaving", partition.most_leaving), ("entering", partition.most_entering)):
+    for which, most in (("outgoing", partition.most_outgoing), ("incoming", partition.most_incoming)):
         places = [(piece.rank, getattr(piece, which)) for piece in crossing if getattr(piece, which) >= 0]
         assert len(set(places)) == len(places)
         assert max((1 + place for _, place in places), default=0) == most

@@ -39,11 +39,11 @@ def test_segments_of_every_rank(layout: str, length: Cut, world: int, batch: int
             found = RankSegments.of(torch.tensor(numbers, dtype=torch.int64), counts)
             assert all(x.storage_offset() % 2 == 0 for x in found[1:]), "16 bytes"
             T, first, lengths = partition.tokens(rank), found.first.tolist(), found.cu.diff().tolist()
-            assert counts.sequences == batch * len(pieces) and counts.segments == len(lengths) == first[-1]
+            assert counts.pieces == batch * len(pieces) and counts.segments == len(lengths) == first[-1]
             chunks = 0
             for n, (row, piece) in enumerate(itertools.product(range(batch), pieces)):
                 own = range(first[n], first[n + 1])
-                assert set(found.sequence[own.start : own.stop].tolist()) <= {n}
+                assert set(found.piece[own.start : own.stop].tolist()) <= {n}
                 assert int(found.cu[own.start]) == row * T + piece.offset
                 assert sum(lengths[own.start : own.stop]) == piece.length
                 # All segments but a piece's last have full chunks, aligned to the piece's chunk grid.
@@ -64,16 +64,16 @@ def test_segments_of_every_rank(layout: str, length: Cut, world: int, batch: int
             assert torch.equal(grid.cu, whole.cu) and torch.equal(grid.first, whole.first)
             assert torch.equal(grid.sequence, whole.sequence[: grid.chunks])
             assert grid.chunks == counts.tiles == chunks + -(-(batch * T - counts.tokens) // C)
-            goes_on = [i for i in range(counts.segments - 1) if found.sequence[i] == found.sequence[i + 1]]
+            goes_on = [i for i in range(counts.segments - 1) if found.piece[i] == found.piece[i + 1]]
             assert found.leading.tolist() == goes_on
-            divided = [n for n in range(counts.sequences) if first[n + 1] - first[n] > 1]
+            divided = [n for n in range(counts.pieces) if first[n + 1] - first[n] > 1]
             assert found.divided.tolist() == divided
             every = list(itertools.product(pieces, range(batch)))
-            incoming_seq = [row * len(pieces) + p.number for p, row in every if not p.first]
-            outgoing_seq = [row * len(pieces) + p.number for p, row in every if not p.last]
-            assert found.incoming_seq.tolist() == incoming_seq and found.outgoing_seq.tolist() == outgoing_seq
-            assert found.incoming_border.tolist() == [first[n] - n for n in incoming_seq]
-            assert found.outgoing_border.tolist() == [first[n + 1] - 2 - n for n in outgoing_seq]
+            incoming_piece = [row * len(pieces) + p.number for p, row in every if not p.first]
+            outgoing_piece = [row * len(pieces) + p.number for p, row in every if not p.last]
+            assert found.incoming_piece.tolist() == incoming_piece and found.outgoing_piece.tolist() == outgoing_piece
+            assert found.incoming_border.tolist() == [first[n] - n for n in incoming_piece]
+            assert found.outgoing_border.tolist() == [first[n + 1] - 2 - n for n in outgoing_piece]
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -92,13 +92,13 @@ def test_states_along_chains(layout: str, world: int):
             }
             for n in (K, V, V)
         )
-        there = torch.zeros(world, partition.most_leaving, B, HV, K, V + K, dtype=torch.float64)
-        back = torch.zeros(world, partition.most_entering, B, HV, K, V + K, dtype=torch.float64)
+        there = torch.zeros(world, partition.most_outgoing, B, HV, K, V + K, dtype=torch.float64)
+        back = torch.zeros(world, partition.most_incoming, B, HV, K, V + K, dtype=torch.float64)
         for p in M:
             if not p.last:
-                there[p.rank, p.leaving] = torch.cat([H[p], torch.zeros_like(M[p]) if p.first else M[p]], -1)
+                there[p.rank, p.outgoing] = torch.cat([H[p], torch.zeros_like(M[p]) if p.first else M[p]], -1)
             if not p.first:
-                back[p.rank, p.entering] = torch.cat([c[p], torch.zeros_like(M[p]) if p.last else M[p].mT], -1)
+                back[p.rank, p.incoming] = torch.cat([c[p], torch.zeros_like(M[p]) if p.last else M[p].mT], -1)
         entering, leaving = {}, {}
         for chain in partition.chains:
             S = dS = torch.zeros(B, HV, K, V, dtype=torch.float64)
@@ -107,11 +107,11 @@ def test_states_along_chains(layout: str, world: int):
             for p in reversed(chain):
                 leaving[p], dS = dS, (c[p] if p.last else c[p] + M[p].mT @ dS)
         for rank, pieces in enumerate(partition.pieces):
-            incoming_seq = [entering[p] for p in pieces if not p.first]
-            outgoing_seq = [leaving[p] for p in pieces if not p.last]
+            incoming_piece = [entering[p] for p in pieces if not p.first]
+            outgoing_piece = [leaving[p] for p in pieces if not p.last]
             for gathered, routes, expected in (
-                (there, forward_routes, incoming_seq),
-                (back, backward_routes, outgoing_seq),
+                (there, forward_routes, incoming_piece),
+                (back, backward_routes, outgoing_piece),
             ):
                 found = route_states(gathered, routes(partition, rank), V)
                 assert found.shape[0] == len(expected)

@@ -54,12 +54,12 @@ def test_rank_carry(K: int, V: int, back: bool, tailed: bool, backend: str, devi
     """Every rank of a zigzag partition with B rows. The map of a sequence's first piece must not be read."""
     B, world, tokens = 2, 3, 60
     partition = partition_sequences([0, 7, 25, tokens], tokens, owned_ranges("zigzag", tokens, world))
-    rows = partition.most_entering if back else partition.most_leaving
+    rows = partition.most_incoming if back else partition.most_outgoing
     H, M = normal(world, rows, B, HV, K, V), maps(world, rows, B, HV, K, K)
     reached = 0
     for chain in partition.chains:
         piece = chain[-1] if back else chain[0]
-        M[piece.rank, piece.entering if back else piece.leaving] = torch.nan
+        M[piece.rank, piece.incoming if back else piece.outgoing] = torch.nan
     for rank, pieces in enumerate(partition.pieces):
         wanted = [piece for piece in pieces if not (piece.last if back else piece.first)]
         n = len(wanted) * B
@@ -72,10 +72,10 @@ def test_rank_carry(K: int, V: int, back: bool, tailed: bool, backend: str, devi
             before = list(reversed(chain)) if back else list(chain)
             first, *others = before[: before.index(piece)]
             for b in range(B):
-                place = first.entering if back else first.leaving
+                place = first.incoming if back else first.outgoing
                 S = H[first.rank, place, b]
                 for other in others:
-                    place = other.entering if back else other.leaving
+                    place = other.incoming if back else other.outgoing
                     S = H[other.rank, place, b] + M[other.rank, place, b] @ S
                 truth[0][outer.rows[i * B + b]] = S
                 if tails is not None:

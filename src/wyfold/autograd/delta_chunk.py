@@ -183,12 +183,12 @@ def forward(
         initial, final = call.k_first(slots.entering), call.k_first(slots.leaving)
     q, k, v = (call.buffer(x) for x in (t.q, t.k, t.v))
     o = result.o.view(1, -1, *result.o.shape[2:]) if call.segments else result.o
-    folded = _at_borders(t, options)
+    at_borders = _at_borders(t, options)
     scan = partial(
         table.selected_module("scan", options.backend, call.scan_key(result), t.q.device).scan,
         *(q, k, v, prepared, initial, call.scan_grid, options, call.key, o, final, states, first),
         segments=call.segments,
-        borders=folded[0].mT if folded else None,
+        borders=at_borders[0].mT if at_borders else None,
         slots=slots,
     )
     if call.segments is None:
@@ -196,25 +196,28 @@ def forward(
     else:
         with fork_side_stream(o.device) as on_side:
             with on_side:
-                call.summary(k, v, prepared, initial, *folded)
-                call.fold(*folded, back=False)
+                call.summary(k, v, prepared, initial, *at_borders)
+                call.fold(*at_borders, back=False)
                 scan(behind=True)
             scan(behind=False)
-    return result, [*(folded if options.save else []), *(backward_factors(prepared) if keep else [])]
+    return result, [*(at_borders if options.save else []), *(backward_factors(prepared) if keep else [])]
 
 
 def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
     """Allocate the tensors that `forward` saves, uninitialized, from metadata alone."""
     if not options.save:
         return []
-    folded = _at_borders(t, options)
+    at_borders = _at_borders(t, options)
     if not options.keep_factors:
-        return folded
+        return at_borders
     prepare = table.kernel_module("prepare", options.backend)
     (B, T, HV), C = t.v.shape[:3], options.chunk_size
     tiles = max_chunks(B, T, C, t.packed_sequences) * HV
-    folds = prepare.reads_folded(t.g)
-    return [*folded, *backward_factors(prepare.empty(t.q, t.g, tiles, C, folded=folds, backward=True, forward=False))]
+    folded = prepare.reads_folded(t.g)
+    return [
+        *at_borders,
+        *backward_factors(prepare.empty(t.q, t.g, tiles, C, folded=folded, backward=True, forward=False)),
+    ]
 
 
 def backward(given: DeltaBackwardInputs) -> list[Tensor]:
@@ -231,27 +234,27 @@ def backward(given: DeltaBackwardInputs) -> list[Tensor]:
         do = t.v.new_zeros(()).expand(t.v.shape)
     if call.uses_tma:
         do = contiguous_for_tma(do)
-    folded, kept = (kept[:2], kept[2:]) if call.segments else ([], kept)
+    at_borders, kept = (kept[:2], kept[2:]) if call.segments else ([], kept)
     prepared = factors_from_list(kept) if kept else call.prepare(t.v, backward=True, forward=False, clear=False)
     initial, final = call.k_first(t.initial_state), call.k_first(dST)
-    entering = call.k_first(dS0 if needs[INITIAL_STATE] else None)
+    dS0_out = call.k_first(dS0 if needs[INITIAL_STATE] else None)
     q, k, v, d_out = (call.buffer(x) for x in (t.q, t.k, t.v, do))
     borders = call.stage("scan_bwd").token_borders(q, v, call.scan_grid)
-    leaving = torch.empty_like(folded[0]) if folded else None
+    gradients = torch.empty_like(at_borders[0]) if at_borders else None
     scan_bwd = partial(
         table.selected_module("scan_bwd", options.backend, call.key, t.q.device).scan_bwd,
-        *(q, k, v, prepared, initial, d_out, final, call.scan_grid, options, call.key, entering, borders),
+        *(q, k, v, prepared, initial, d_out, final, call.scan_grid, options, call.key, dS0_out, borders),
         segments=call.segments,
-        entering=folded[0].mT if folded else None,
-        leaving=None if leaving is None else leaving.mT,
+        entering=at_borders[0].mT if at_borders else None,
+        leaving=None if gradients is None else gradients.mT,
     )
-    if leaving is None:
+    if gradients is None:
         scan_bwd()
     else:
         with fork_side_stream(q.device) as on_side:
             with on_side:
-                call.summary_bwd(q, k, prepared, d_out, final, leaving)
-                call.fold(leaving, folded[1], back=True)
+                call.summary_bwd(q, k, prepared, d_out, final, gradients)
+                call.fold(gradients, at_borders[1], back=True)
                 scan_bwd(half="reverse")
             scan_bwd(half="forward")
     del scan_bwd, prepared  # frees the factors, whose memory the tokens' gradients may reuse

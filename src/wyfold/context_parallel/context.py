@@ -40,15 +40,15 @@ class RankSizes(NamedTuple):
         tokens: Tokens of the shard.
         pieces: Pieces of the shard.
         starts: Sequences that begin in the shard.
-        leaving, entering: Maximum over ranks of the pieces that send in the forward, and in the backward.
+        most_outgoing, most_incoming: As in `Partition`.
         dense: Whether the batch is dense, without boundaries.
     """
 
     tokens: int
     pieces: int
     starts: int
-    leaving: int
-    entering: int
+    most_outgoing: int
+    most_incoming: int
     dense: bool
 
 
@@ -127,7 +127,7 @@ class ContextParallel:
     @property
     def sizes(self) -> RankSizes:
         """The sizes that a call's checks and plan depend on, unless the plan is to be explained."""
-        most = self.partition.most_leaving, self.partition.most_entering
+        most = self.partition.most_outgoing, self.partition.most_incoming
         return RankSizes(self.tokens, len(self.pieces), len(self.starts), *most, self.dense)
 
     def update_(self, cu_seqlens: Tensor) -> ContextParallel:

@@ -99,22 +99,22 @@ class _Halo:
         entering = self.zeros(x, self.B * len(pieces))
         if initial_state is not None:
             entering[self.context.starting_pieces(self.B, x.device)] = initial_state.to(self.dtype)
-        send_buffer = self.zeros(x, partition.most_leaving, self.B)
+        send_buffer = self.zeros(x, partition.most_outgoing, self.B)
         for piece in pieces:
-            if piece.leaving >= 0:
+            if piece.outgoing >= 0:
                 n, end = self.own_inputs(piece), piece.offset + piece.length
                 if piece.first:
-                    send_buffer[piece.leaving, ..., : self.width - n] = entering[self.rows(piece)][..., n:]
-                send_buffer[piece.leaving, ..., self.width - n :] = x[:, end - n : end].transpose(1, 2)
+                    send_buffer[piece.outgoing, ..., : self.width - n] = entering[self.rows(piece)][..., n:]
+                send_buffer[piece.outgoing, ..., self.width - n :] = x[:, end - n : end].transpose(1, 2)
         gathered = self.context.all_gather(send_buffer)
         entering = after(entering, gathered)
         for chain in partition.chains:
-            latest = gathered[chain[0].rank, chain[0].leaving]
+            latest = gathered[chain[0].rank, chain[0].outgoing]
             for before, piece in pairwise(chain):
                 if not before.first:
                     n = self.own_inputs(before)
                     latest = torch.cat(
-                        [latest[..., n:], gathered[before.rank, before.leaving][..., self.width - n :]], -1
+                        [latest[..., n:], gathered[before.rank, before.outgoing][..., self.width - n :]], -1
                     )
                 if piece.rank == self.context.rank:
                     entering[self.rows(piece)] = latest
@@ -126,10 +126,10 @@ class _Halo:
         Returns:
             [world, rows, B, D, width].
         """
-        send_buffer = self.zeros(dentering, self.context.partition.most_entering, self.B)
+        send_buffer = self.zeros(dentering, self.context.partition.most_incoming, self.B)
         for piece in self.context.pieces:
-            if piece.entering >= 0:
-                send_buffer[piece.entering] = dentering[self.rows(piece)]
+            if piece.incoming >= 0:
+                send_buffer[piece.incoming] = dentering[self.rows(piece)]
         return self.context.all_gather(after(send_buffer, dentering))
 
     def add_received(self, gathered: Tensor, dentering: Tensor, dx: Tensor | None) -> Tensor:
@@ -148,7 +148,7 @@ class _Halo:
             for later, piece in pairwise(reversed(chain)):
                 n = self.own_inputs(later)
                 passed_on = torch.cat([dlatest.new_zeros(*dlatest.shape[:-1], n), dlatest[..., : self.width - n]], -1)
-                dlatest = gathered[later.rank, later.entering] + (0 if later.last else passed_on)
+                dlatest = gathered[later.rank, later.incoming] + (0 if later.last else passed_on)
                 if piece.rank != self.context.rank:
                     continue
                 n, end = self.own_inputs(piece), piece.offset + piece.length

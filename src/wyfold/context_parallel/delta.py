@@ -6,18 +6,18 @@ S -> M S + H:
     H       final state of the piece with an initial state of zero, or the caller's where the sequence begins
     M       final state of the same scan with zero values and the identity as initial state: K more value columns
     enter   S of the next piece = M S + H, folded from the sequence's first piece on
-    replay  the ordinary forward of all pieces of the rank, from the states that enter them
+    run     the ordinary forward of all pieces of the rank, from the states that enter them
 
     c       gradient of the entering state if that of the final state is zero, or the caller's where the sequence ends
     leave   dS of the piece before = M^T dS + c, folded from the sequence's last piece back
-    replay  the ordinary backward, from the gradients of the pieces' final states
+    run     the ordinary backward, from the gradients of the pieces' final states
 
-Autograd never sees M and H: the gradient of the whole is that of the replay with the right gradients at its borders
-(docs/algorithm.md, section 9). Ranks gather [H | M], and [c | M^T], of the pieces whose sequences continue on another
-rank, in the wide dtype of states. Their size does not depend on sequence lengths.
+Autograd never sees M and H: the gradient of the whole is that of the ordinary calls with the right gradients at their
+borders (docs/algorithm.md, section 9). Ranks gather [H | M], and [c | M^T], of the pieces whose sequences continue on
+another rank, in the wide dtype of states. Their size does not depend on sequence lengths.
 
 Two implementations compute the maps: `delta_by_segments` from the segment summaries of the chunk kernels,
-`delta_by_replay` by ordinary calls.
+`delta_by_operator` by ordinary calls.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from wyfold.autograd.delta_records import (
     DeltaTensors,
     transpose_if_v_first,
 )
-from wyfold.context_parallel import delta_by_replay, delta_by_segments
+from wyfold.context_parallel import delta_by_operator, delta_by_segments
 from wyfold.context_parallel.collectives import after
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.context_parallel.delta_rank import RankBackwardInputs, RankCall
@@ -90,11 +90,11 @@ class DeltaAcrossRanks(torch.autograd.Function):
         dST = dST if call.options.final_state else None
         if do is None:
             do = t.v.new_zeros(()).expand(t.v.shape)
-        leaving = call.states_at_pieces(dST, context.ending_pieces(call.B, device))
+        dleaving = call.states_at_pieces(dST, context.ending_pieces(call.B, device))
         implementation = ranked_implementation_for(call)
-        send_buffer, made = implementation.maps_back(call, do, leaving, between, saved)
+        send_buffer, made = implementation.maps_back(call, do, dleaving, between, saved)
         gathered = context.all_gather_async(after(send_buffer, do, dST))
-        gradients = implementation.backward(call, RankBackwardInputs(do, leaving, saved, needs), made, gathered)
+        gradients = implementation.backward(call, RankBackwardInputs(do, dleaving, saved, needs), made, gathered)
         if needs[INITIAL_STATE] and t.initial_state is not None:
             starting = gradients[INITIAL_STATE][context.starting_pieces(call.B, device)]
             gradients[INITIAL_STATE] = transpose_if_v_first(starting, call.options).to(t.initial_state.dtype)
@@ -137,15 +137,15 @@ class RankedDeltaImplementation(Protocol):
         """
 
     def maps_back(
-        self, call: RankCall, do: Tensor, leaving: Tensor, between: Tensor, saved: list[Tensor]
+        self, call: RankCall, do: Tensor, dleaving: Tensor, between: Tensor, saved: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
         """Summarize the backward of the pieces whose sequences began on another rank.
 
         Args:
             call: This rank's part of the call.
             do: [B, T, HV, V] gradient of the output.
-            leaving: [B pieces, HV, K, V] gradients of the final states of sequences that end here; zeros elsewhere.
-            between: [entering, B, HV, K, K] maps M of these pieces; zeros if the sequence ends in the piece.
+            dleaving: [B pieces, HV, K, V] gradients of the final states of sequences that end here; zeros elsewhere.
+            between: [incoming, B, HV, K, K] maps M of these pieces; zeros if the sequence ends in the piece.
             saved: Third result of `forward`.
 
         Returns:
@@ -170,7 +170,7 @@ def ranked_implementation_for(call: RankCall) -> RankedDeltaImplementation:
     by_kernels = call.options.backend == "triton" and summarized_by_kernels(
         call.context, call.B, t.q.shape[3], t.v.shape[3]
     )
-    return delta_by_segments if by_kernels else delta_by_replay
+    return delta_by_segments if by_kernels else delta_by_operator
 
 
 def summarized_by_kernels(context: ContextParallel, B: int, K: int, V: int) -> bool:
@@ -182,7 +182,7 @@ def _maps_between(call: RankCall, send_buffer: Tensor) -> Tensor:
     """Copy the maps M that the backward sends.
 
     Returns:
-        [entering, B, HV, K, K] M of the pieces that began on another rank; zeros for sequences that end here. Without
+        [incoming, B, HV, K, K] M of the pieces that began on another rank; zeros for sequences that end here. Without
         a backward there are no rows.
     """
     K, V = call.tensors.q.shape[3], call.tensors.v.shape[3]
@@ -190,5 +190,5 @@ def _maps_between(call: RankCall, send_buffer: Tensor) -> Tensor:
     maps = call.states(len(incoming) * call.B, K).unflatten(0, (len(incoming), call.B))
     for piece in incoming:
         if not piece.last:
-            maps[piece.entering] = send_buffer[piece.leaving, ..., V:]
+            maps[piece.incoming] = send_buffer[piece.outgoing, ..., V:]
     return maps

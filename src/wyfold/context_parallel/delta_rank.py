@@ -106,12 +106,12 @@ class RankBackwardInputs(NamedTuple):
 
     Attributes:
         do: [B, T, HV, V] gradient of the output.
-        leaving: [B pieces, HV, K, V] gradients of the final states of sequences that end here; zeros elsewhere.
+        dleaving: [B pieces, HV, K, V] gradients of the final states of sequences that end here; zeros elsewhere.
         saved: Tensors that the forward saved.
         needs: For each differentiable tensor, whether its gradient is needed.
     """
 
     do: Tensor
-    leaving: Tensor
+    dleaving: Tensor
     saved: list[Tensor]
     needs: list[bool]

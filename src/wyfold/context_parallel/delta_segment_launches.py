@@ -189,14 +189,14 @@ def _maps(*arguments: Any) -> tuple[Any, ...]:
     H, M = _empty_summaries(t, counts)
     if counts.borders:
         call.kernel_call.summary(t.k, t.v, prepared, t.initial_state, H, M)
-    send_buffer = call.send_buffer(send_rows, counts.leaving)
-    if counts.leaving:
+    send_buffer = call.send_buffer(send_rows, counts.outgoing)
+    if counts.outgoing:
         both = H.new_zeros(counts.borders, HV, V + K, K)
         both[:, :, :V].copy_(H)
-        if counts.entering:
-            identity = torch.eye(K, dtype=H.dtype, device=H.device).expand(counts.entering, HV, K, K)
+        if counts.incoming:
+            identity = torch.eye(K, dtype=H.dtype, device=H.device).expand(counts.incoming, HV, K, K)
             both[:, :, V:].index_copy_(0, places.incoming_border, identity)
-        call.kernel_call.fold(both, M, back=False, of=places.outgoing_seq)
+        call.kernel_call.fold(both, M, back=False, of=places.outgoing_piece)
         call.stage("rank_carry").rank_send(
             StateRows(both.mT, places.outgoing_border), none_if_empty(tails), send_buffer, dtype=t.k.dtype
         )
@@ -223,14 +223,14 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if kernel_call.segments is None:
         scan()
     else:
-        outer, borders = StateRows(entering, places.incoming_seq), StateRows(states.mT, places.incoming_border)
+        outer, borders = StateRows(entering, places.incoming_piece), StateRows(states.mT, places.incoming_border)
         with fork_side_stream(o.device) as on_side:
-            if counts.entering < counts.sequences:
+            if counts.incoming < counts.pieces:
                 # A piece from another rank begins with an empty segment. The state that it reads is not used, so
                 # the side stream may write that state meanwhile.
                 scan(behind=False)
             with on_side:
-                if counts.entering:
+                if counts.incoming:
                     wait_gathered(gathered)
                     call.stage("rank_carry").rank_carry(
                         gathered, routes, outer, borders, None, back=False, dtype=t.k.dtype
@@ -243,29 +243,29 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _maps_back(*arguments: Any) -> tuple[Any, ...]:
     call = OperatorCall(MapsBackInputs, arguments)
     t, counts, places = call.t, call.counts, call.places
-    do, leaving, between, M, kept, send_rows = call.inputs
+    do, dleaving, between, M, kept, send_rows = call.inputs
     prepared = factors_from_list(kept) if kept else call.prepare(backward=True, forward=False)
-    c = leaving.new_empty(counts.borders, call.HV, call.V, call.K)
+    c = dleaving.new_empty(counts.borders, call.HV, call.V, call.K)
     if counts.borders:
-        call.kernel_call.summary_bwd(t.q, t.k, prepared, do, leaving, c)
-    send_buffer = call.send_buffer(send_rows, counts.entering)
-    if counts.entering:
-        folded = c.clone()
-        call.kernel_call.fold(folded, M, back=True, of=places.incoming_seq)
+        call.kernel_call.summary_bwd(t.q, t.k, prepared, do, dleaving, c)
+    send_buffer = call.send_buffer(send_rows, counts.incoming)
+    if counts.incoming:
+        gradients = c.clone()
+        call.kernel_call.fold(gradients, M, back=True, of=places.incoming_piece)
         call.stage("rank_carry").rank_send(
-            StateRows(folded.mT, places.incoming_border), None, send_buffer, dtype=t.k.dtype
+            StateRows(gradients.mT, places.incoming_border), None, send_buffer, dtype=t.k.dtype
         )
-        send_buffer[: counts.entering, ..., call.V :].copy_(between.mT)
+        send_buffer[: counts.incoming, ..., call.V :].copy_(between.mT)
     return send_buffer, c, [] if kept else factors_to_list(prepared)
 
 
 def _scan_back(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     call = OperatorCall(ScanBackInputs, arguments)
     t, options, counts, places = call.t, call.options, call.counts, call.places
-    gathered, routes, tails, do, leaving, states, M, c, factors, need = call.inputs
+    gathered, routes, tails, do, dleaving, states, M, c, factors, need = call.inputs
     kernel_call, prepared = call.kernel_call, factors_from_list(factors)
     initial: Tensor = t.initial_state  # type: ignore[assignment]
-    final, gradients = leaving.clone(), c.clone()
+    final, gradients = dleaving.clone(), c.clone()
     dS0 = initial.new_empty(initial.shape if need else 0)
     pairs = kernel_call.stage("scan_bwd").border_pairs(t.q, t.v, kernel_call.scan_grid)
     call.clear(*(x for pair in pairs for x in pair.unbind()))
@@ -280,11 +280,11 @@ def _scan_back(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     if kernel_call.segments is None:
         scan_bwd()
     else:
-        outer, borders = StateRows(final, places.outgoing_seq), StateRows(gradients.mT, places.outgoing_border)
+        outer, borders = StateRows(final, places.outgoing_piece), StateRows(gradients.mT, places.outgoing_border)
         with fork_side_stream(do.device) as on_side:
             scan_bwd(half="forward")
             with on_side:
-                if counts.leaving:
+                if counts.outgoing:
                     wait_gathered(gathered)
                     carry = call.stage("rank_carry").rank_carry
                     carry(gathered, routes, outer, borders, none_if_empty(tails), back=True, dtype=t.k.dtype)
@@ -339,7 +339,7 @@ def _maps_back_fake(*arguments: Any) -> tuple[Any, ...]:
     t, counts, inputs, options = _read(MapsBackInputs, arguments)
     HV, K, V = t.v.shape[2], t.q.shape[3], t.v.shape[3]
     factors = [] if inputs.kept else _factors(t, options, counts, backward=True, forward=False)
-    return _empty_send_buffer(t, inputs.send_rows), inputs.leaving.new_empty(counts.borders, HV, V, K), factors
+    return _empty_send_buffer(t, inputs.send_rows), inputs.dleaving.new_empty(counts.borders, HV, V, K), factors
 
 
 def _scan_back_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -385,13 +385,13 @@ _forward_op = register(
     _forward_fake,
 )
 _maps_back_op = register(
-    f"delta_rank_maps_bwd({_CALL}, Tensor do, Tensor leaving, Tensor between, Tensor M, Tensor[] kept, int send_rows, "
+    f"delta_rank_maps_bwd({_CALL}, Tensor do, Tensor dleaving, Tensor between, Tensor M, Tensor[] kept, int send_rows, "
     f"{DELTA_SCHEMA}) -> (Tensor send_buffer, Tensor c, Tensor[] factors)",
     _maps_back,
     _maps_back_fake,
 )
 _scan_back_op = register(
-    f"delta_rank_scan_bwd({_CALL}, Tensor gathered, Tensor routes, Tensor tails, Tensor do, Tensor leaving, "
+    f"delta_rank_scan_bwd({_CALL}, Tensor gathered, Tensor routes, Tensor tails, Tensor do, Tensor dleaving, "
     f"Tensor states, Tensor M, Tensor c, Tensor[] factors, bool need, {DELTA_SCHEMA}) "
     "-> (Tensor dS0, Tensor states, Tensor tokens)",
     _scan_back,

@@ -15,9 +15,9 @@ class MapsInputs(NamedTuple):
     """Inputs of `maps`.
 
     Attributes:
-        tails: [leaving B, HV, K, V + K] H and M of the tokens after the last full chunk of each piece that continues on
-            another rank; without elements if no piece has such tokens.
-        send_rows: Rows of every rank's send buffer: `Partition.most_leaving` times B.
+        tails: [outgoing B, HV, K, V + K] H and M of the tokens after the last full chunk of each piece that continues
+            on another rank; without elements if no piece has such tokens.
+        send_rows: Rows of every rank's send buffer: `Partition.most_outgoing` times B.
     """
 
     tails: Tensor
@@ -28,7 +28,7 @@ class ForwardInputs(NamedTuple):
     """Inputs of `forward`.
 
     Attributes:
-        gathered: [world, most_leaving, B, HV, K, V + K] send buffers of all ranks, maybe still being gathered.
+        gathered: [world, most_outgoing, B, HV, K, V + K] send buffers of all ranks, maybe still being gathered.
         routes: `routes.forward_routes`, on the device.
         H, M, factors: Results of `maps`.
     """
@@ -45,15 +45,15 @@ class MapsBackInputs(NamedTuple):
 
     Attributes:
         do: [1, B T, HV, V] gradient of the output.
-        leaving: [B pieces, HV, K, V] gradients of final states; zeros where a sequence continues on another rank.
-        between: [entering B, HV, K, K] maps M of the pieces that began on another rank.
+        dleaving: [B pieces, HV, K, V] gradients of final states; zeros where a sequence continues on another rank.
+        between: [incoming B, HV, K, K] maps M of the pieces that began on another rank.
         M: Result of `maps`.
         kept: Factors saved by the forward; [] if they were not.
-        send_rows: Rows of every rank's send buffer: `Partition.most_entering` times B.
+        send_rows: Rows of every rank's send buffer: `Partition.most_incoming` times B.
     """
 
     do: Tensor
-    leaving: Tensor
+    dleaving: Tensor
     between: Tensor
     M: Tensor
     kept: list[Tensor]
@@ -64,9 +64,9 @@ class ScanBackInputs(NamedTuple):
     """Inputs of `scan_back`.
 
     Attributes:
-        gathered: [world, most_entering, B, HV, K, V + K] send buffers of all ranks, maybe still being gathered.
+        gathered: [world, most_incoming, B, HV, K, V + K] send buffers of all ranks, maybe still being gathered.
         routes: `routes.backward_routes`, on the device.
-        tails, do, leaving, M: As of the records above.
+        tails, do, dleaving, M: As of the records above.
         states: Result of `forward`.
         c, factors: Results of `maps_back`.
         need: Whether the gradient of the initial states is needed.
@@ -76,7 +76,7 @@ class ScanBackInputs(NamedTuple):
     routes: Tensor
     tails: Tensor
     do: Tensor
-    leaving: Tensor
+    dleaving: Tensor
     states: Tensor
     M: Tensor
     c: Tensor

@@ -28,8 +28,8 @@ class Piece:
         done: Number of the sequence's tokens before the piece.
         length: Number of its tokens.
         first, last: Whether the sequence begins, and ends, in the piece.
-        leaving: Index among the owner's pieces whose sequences continue in a later piece; -1 for the last piece.
-        entering: Index among the owner's pieces whose sequences began in an earlier piece; -1 for the first piece.
+        outgoing: Index among the owner's pieces whose sequences continue in a later piece; -1 for a last piece.
+        incoming: Index among the owner's pieces whose sequences began in an earlier piece; -1 for a first piece.
     """
 
     sequence: int
@@ -40,8 +40,8 @@ class Piece:
     length: int
     first: bool
     last: bool
-    leaving: int = -1
-    entering: int = -1
+    outgoing: int = -1
+    incoming: int = -1
 
 
 class Handover(NamedTuple):
@@ -64,8 +64,9 @@ class Partition:
         ranges: For each rank, the ranges it owns, ascending and not adjacent.
         pieces: For each rank, its pieces in token order.
         chains: For every sequence of more than one piece, its pieces in order.
-        most_leaving: Maximum over ranks of pieces with `leaving`: rows of every rank's send buffer in the forward.
-        most_entering: Maximum over ranks of pieces with `entering`: rows of every rank's send buffer in the backward.
+        most_outgoing: Maximum over ranks of the number of pieces with an `outgoing` index: rows of every rank's send
+            buffer in the forward.
+        most_incoming: The same with `incoming`: rows in the backward.
         depth: Maximum over sequences of pieces before the last: the number of sequential handovers.
     """
 
@@ -73,8 +74,8 @@ class Partition:
     ranges: tuple[tuple[Range, ...], ...]
     pieces: tuple[tuple[Piece, ...], ...]
     chains: tuple[tuple[Piece, ...], ...]
-    most_leaving: int
-    most_entering: int
+    most_outgoing: int
+    most_incoming: int
     depth: int
 
     def tokens(self, rank: int) -> int:
@@ -146,8 +147,8 @@ def partition_sequences(boundaries: Sequence[int], total: int, ranges: Sequence[
         joined,
         tuple(pieces),
         ordered,
-        most_leaving=max((1 + piece.leaving for piece in crossing), default=0),
-        most_entering=max((1 + piece.entering for piece in crossing), default=0),
+        most_outgoing=max((1 + piece.outgoing for piece in crossing), default=0),
+        most_incoming=max((1 + piece.incoming for piece in crossing), default=0),
         depth=max(map(len, ordered), default=1) - 1,
     )
 
@@ -181,9 +182,9 @@ def _sequences(boundaries: Sequence[int], start: int, stop: int, *, at_end: bool
 
 
 def _numbered(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """Yield a rank's pieces with `leaving` and `entering`, their rows in the send buffers."""
-    leaving = entering = 0
+    """Yield a rank's pieces with `outgoing` and `incoming`, their rows in the send buffers."""
+    outgoing = incoming = 0
     for piece in pieces:
         leaves, enters = not piece.last, not piece.first
-        yield replace(piece, leaving=leaving if leaves else -1, entering=entering if enters else -1)
-        leaving, entering = leaving + leaves, entering + enters
+        yield replace(piece, outgoing=outgoing if leaves else -1, incoming=incoming if enters else -1)
+        outgoing, incoming = outgoing + leaves, incoming + enters

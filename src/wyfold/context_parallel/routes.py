@@ -14,19 +14,19 @@ from wyfold.context_parallel.partition import Partition, Piece
 
 
 def forward_routes(partition: Partition, rank: int) -> list[int]:
-    """Routes of the states that enter a rank's pieces, in the order of `Piece.entering`.
+    """Routes of the states that enter a rank's pieces, in the order of `Piece.incoming`.
 
     Returns:
         One list with the offset of every route in it, the end of the last route, and then the routes. A route lists the
-        rows of the gathered buffers that lead to one state: rank * `most_leaving` + row of that rank's send buffer.
+        rows of the gathered buffers that lead to one state: rank * `most_outgoing` + row of that rank's send buffer.
     """
-    return _routes(partition.chains, rank, partition.most_leaving, lambda piece: (piece.leaving, piece.entering))
+    return _routes(partition.chains, rank, partition.most_outgoing, lambda piece: (piece.outgoing, piece.incoming))
 
 
 def backward_routes(partition: Partition, rank: int) -> list[int]:
-    """Routes of the gradients of a rank's leaving states, in the order of `Piece.leaving`, as `forward_routes`."""
+    """Routes of the gradients of a rank's leaving states, in the order of `Piece.outgoing`, as `forward_routes`."""
     chains = (reversed(chain) for chain in partition.chains)
-    return _routes(chains, rank, partition.most_entering, lambda piece: (piece.entering, piece.leaving))
+    return _routes(chains, rank, partition.most_incoming, lambda piece: (piece.incoming, piece.outgoing))
 
 
 def _routes(

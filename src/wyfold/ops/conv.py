@@ -161,7 +161,7 @@ def _check_context(context: ContextParallel, x: Tensor, W: int, cu: Tensor | Non
 
 def _collectives(context: ContextParallel, sizes: dict[str, int]) -> tuple[str, ...]:
     """Descriptions of the call's collectives, one for each direction."""
-    counts = {"forward": context.partition.most_leaving, "backward": context.partition.most_entering}
+    counts = {"forward": context.partition.most_outgoing, "backward": context.partition.most_incoming}
     size = f"{sizes['D']} x {sizes['W'] - 1} from each rank"
     return tuple(f"all-gather {way} of {count * sizes['B']} x {size}" for way, count in counts.items() if count)
 

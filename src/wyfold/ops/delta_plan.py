@@ -157,7 +157,7 @@ def _has_collectives(context: ContextParallel, sizes: dict[str, int]) -> bool:
 def _collectives(context: ContextParallel, sizes: dict[str, int]) -> tuple[str, ...]:
     """Descriptions of the call's collectives, one for each direction."""
     B, HV, K, V = (sizes[letter] for letter in ("B", "HV", "K", "V"))
-    counts = {"forward": context.partition.most_leaving, "backward": context.partition.most_entering}
+    counts = {"forward": context.partition.most_outgoing, "backward": context.partition.most_incoming}
     return tuple(
         f"all-gather {direction} of {count * B} x {HV} x {K} x {V + K} from each rank"
         for direction, count in counts.items()

@@ -293,10 +293,10 @@ def recorded_calls(seed: int = 0) -> dict[str, tuple[Any, tuple[Any, ...]]]:
             arguments = spec.arguments(Shape(1, 20, 1, 2, 8, 8), torch.float32, seed)
             measured(spec.ours, arguments, spec.outputs, backward=spec.backward, seed=seed)
         _decoded(seed)
-        # `after` orders a collective in a compiled graph, `delta_carried` uses its result. Neither occurs in other
-        # calls of a single process.
+        # `after` orders a collective in a compiled graph, `delta_received` uses its result. Neither occurs in
+        # other calls of a single process.
         torch.ops.wyfold.after(torch.ones(2, 3), [torch.ones(4)])
-        torch.ops.wyfold.delta_carried(torch.ones(2, 1, 1, 2, 8, 16), [2, 4, 0, 1], 8)
+        torch.ops.wyfold.delta_received(torch.ones(2, 1, 1, 2, 8, 16), [2, 4, 0, 1], 8)
     return recorder.calls
 
 

@@ -1,8 +1,8 @@
-"""Context parallelism of the delta family by replay: ordinary calls compute the maps that ranks send.
+"""Context parallelism of the delta family by the ordinary operator: its calls compute the maps that ranks send.
 
 It serves the eager backend, states too wide for the summary kernels, and ranks without a token. A piece's map is the
-final state of the piece alone, with K more value columns. The replay is the call of all pieces from the states that
-enter them, so a piece whose sequence continues on another rank runs twice.
+final state of the piece alone, with K more value columns. After the all-gather, one call runs all pieces from the
+states that enter them. A piece whose sequence continues on another rank therefore runs twice.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from wyfold.runtime.torch_ops import register
 def maps(call: RankCall, entering: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Compute H and M of the pieces that continue on another rank (`RankedDeltaImplementation.maps`)."""
     K, V = call.tensors.q.shape[3], call.tensors.v.shape[3]
-    leaving = [piece for piece in call.context.pieces if not piece.last]
-    send_rows = call.context.partition.most_leaving
+    outgoing = [piece for piece in call.context.pieces if not piece.last]
+    send_rows = call.context.partition.most_outgoing
     send_buffer = call.states(send_rows * call.B, V + K).unflatten(0, (send_rows, call.B))
-    for piece in leaving:
+    for piece in outgoing:
         S = entering[call.rows(piece)]
-        if piece.first:  # M stays zero: H already includes the initial state
+        if piece.first:  # M stays zero, because H includes the initial state
             options = call.inside._replace(final_state=True, save=False, keep_factors=False)
-            send_buffer[piece.leaving, ..., :V] = run(call.alone(piece, S), options)[0].final_state
+            send_buffer[piece.outgoing, ..., :V] = run(call.alone(piece, S), options)[0].final_state
         else:
-            send_buffer[piece.leaving] = call.affine_map(piece, S)
+            send_buffer[piece.outgoing] = call.affine_map(piece, S)
     return send_buffer, []
 
 
@@ -40,27 +40,27 @@ def forward(
     call: RankCall, entering: Tensor, kept: list[Tensor], gathered: Tensor
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Run all pieces from their entering states (`RankedDeltaImplementation.forward`)."""
-    S = _carried(gathered, forward_routes(call.context.partition, call.context.rank), call.tensors.v.shape[3])
+    S = _received(gathered, forward_routes(call.context.partition, call.context.rank), call.tensors.v.shape[3])
     entering = after(entering.clone(), gathered)
     for piece in call.context.pieces:
         if not piece.first:
-            entering[call.rows(piece)] = S[piece.entering]
+            entering[call.rows(piece)] = S[piece.incoming]
     result, saved = run(call.packed(entering), call.inside)
     return result.o, result.final_state, [entering, *saved]
 
 
 def maps_back(
-    call: RankCall, do: Tensor, leaving: Tensor, between: Tensor, saved: list[Tensor]
+    call: RankCall, do: Tensor, dleaving: Tensor, between: Tensor, saved: list[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """Compute c of the pieces that began on another rank (`RankedDeltaImplementation.maps_back`)."""
     K, V = call.tensors.q.shape[3], do.shape[3]
-    send_rows = call.context.partition.most_entering
+    send_rows = call.context.partition.most_incoming
     send_buffer = call.states(send_rows * call.B, V + K).unflatten(0, (send_rows, call.B))
     for piece in call.context.pieces:
         if not piece.first:
             rows = call.rows(piece)
-            send_buffer[piece.entering, ..., :V] = _back_through(call, piece, saved[0][rows], do, leaving[rows])
-            send_buffer[piece.entering, ..., V:] = between[piece.entering].mT
+            send_buffer[piece.incoming, ..., :V] = _back_through(call, piece, saved[0][rows], do, dleaving[rows])
+            send_buffer[piece.incoming, ..., V:] = between[piece.incoming].mT
     return send_buffer, []
 
 
@@ -77,27 +77,28 @@ def _back_through(call: RankCall, piece: Piece, S: Tensor, do: Tensor, dS: Tenso
 
 def backward(call: RankCall, given: RankBackwardInputs, kept: list[Tensor], gathered: Tensor) -> list[Tensor]:
     """Compute every needed gradient (`RankedDeltaImplementation.backward`)."""
-    dS = _carried(gathered, backward_routes(call.context.partition, call.context.rank), given.do.shape[3])
-    leaving = after(given.leaving.clone(), gathered)
+    dS = _received(gathered, backward_routes(call.context.partition, call.context.rank), given.do.shape[3])
+    dleaving = after(given.dleaving.clone(), gathered)
     for piece in call.context.pieces:
         if not piece.last:
-            leaving[call.rows(piece)] = dS[piece.leaving]
+            dleaving[call.rows(piece)] = dS[piece.outgoing]
     entering, *saved = given.saved
     packed, do = call.packed(entering), call.one_buffer(given.do)
-    return run_backward(DeltaBackwardInputs(packed, call.inside, saved, do, leaving, given.needs))
+    return run_backward(DeltaBackwardInputs(packed, call.inside, saved, do, dleaving, given.needs))
 
 
-def _carried(gathered: Tensor, routes: list[int], V: int) -> Tensor:
-    found: Tensor = called(_carried_op, gathered, routes, V)
+def _received(gathered: Tensor, routes: list[int], V: int) -> Tensor:
+    """Wait for the gathered buffers and compute the states at the ends of routes (`route_states`), for a compiler."""
+    found: Tensor = called(_received_op, gathered, routes, V)
     return found
 
 
-def _carried_fake(gathered: Tensor, routes: list[int], V: int) -> Tensor:
+def _received_fake(gathered: Tensor, routes: list[int], V: int) -> Tensor:
     return gathered.new_empty(route_count(routes), *gathered.shape[2:-1], V)
 
 
-_carried_op = register(
-    "delta_carried(Tensor gathered, int[] routes, int V) -> Tensor",
+_received_op = register(
+    "delta_received(Tensor gathered, int[] routes, int V) -> Tensor",
     lambda gathered, routes, V: route_states(wait_gathered(gathered), routes, V),
-    _carried_fake,
+    _received_fake,
 )
