@@ -1,7 +1,7 @@
 """Names and prose use the field's terms (CONTRIBUTING.md, "Writing").
 
 Words that this project once used in a private sense may not come back in docstrings, comments and pages, nor as names
-of modules and folders. docs/glossary.md lists what was renamed.
+of functions, classes, modules and folders. docs/glossary.md lists what was renamed.
 """
 
 import ast
@@ -20,7 +20,8 @@ BANNED_WORDS = (
     "of their own", "comes to", "came to", "stands beside", "stand beside", "it is where", "walk", "walks", "turned",
     "course", "courses", "room", "rooms", "aside", "nothing but", "askew",
 )  # fmt: skip
-"""In the text outside backticks: code may be called what the standard library calls it (`os.walk`)."""
+"""In the text outside backticks, and in the names of functions and classes that are defined here. Other code may be
+called what the standard library calls it (`os.walk`)."""
 
 BANNED_MODULES = {
     "aside", "bound", "chains", "contenders", "course", "decisions", "handover", "house", "lessons", "listen", "pace",
@@ -49,7 +50,10 @@ def files(folders: tuple[str, ...], suffix: str) -> list[Path]:
 
 
 def prose(text: str, suffix: str) -> Iterator[tuple[int, str]]:
-    """(first line, text) of each docstring and comment of a module, or of a page; without code."""
+    """(first line, text) of each docstring, comment and name of a function or class in a module, or of a page's text.
+
+    A name's words are separated by spaces.
+    """
     if suffix == ".md":
         blocks = re.sub(r"^```.*?^```", lambda block: "\n" * block[0].count("\n"), text, flags=re.S | re.M)
         yield 1, blocks
@@ -60,6 +64,8 @@ def prose(text: str, suffix: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, node.value.value
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.lineno, re.sub(r"_+|(?<=[a-z])(?=[A-Z])", " ", node.name)
 
 
 def banned(text: str, suffix: str) -> list[str]:
@@ -99,6 +105,8 @@ def test_no_module_is_named_after_a_metaphor():
         ("`os.walk` and `turned`\n\nnobody walks\n", ".md", ["3: nobody", "3: walks"]),
         ("```\nnobody\n```\nwho\n", ".md", ["4: who"]),
         ("told = 'told'\n", ".py", []),
+        ("@f\ndef test_a_state_that_nobody_reads(): ...\n", ".py", ["2: nobody"]),
+        ("class TurnedState: ...\n\n\ndef returned(): ...\n", ".py", ["1: Turned"]),
     ],
 )
 def test_banned_words_are_found(text: str, suffix: str, expected: list[str]):

@@ -50,7 +50,7 @@ def entering(arguments: dict[str, Tensor]) -> State:
     return State(arguments["initial_state"], arguments["initial_state_bias"])
 
 
-def room(table: ChunkTable) -> State:
+def empty_states(table: ChunkTable) -> State:
     return State(
         torch.empty(table.chunks, HV, D, D, dtype=torch.float64),
         torch.empty(table.chunks, HV, 1, D, dtype=torch.float64),
@@ -109,7 +109,7 @@ def test_idle_rows_stand_in_front_of_an_open_mini_batch(grid, backend: str):
 def test_the_state_entering_every_mini_batch(grid, backend: str, float64_bounds):
     """`at` and the leaving states equal the token loop's states after as many tokens."""
     table, arguments = grid
-    at, o = room(table), torch.zeros_like(arguments["v"])
+    at, o = empty_states(table), torch.zeros_like(arguments["v"])
     leaving, sums = stages.kernel_module("ttt", backend).ttt(
         load(arguments, table, backend), entering(arguments), None, table, EPS, o, at
     )
@@ -138,13 +138,13 @@ def test_states_kept_or_rebuilt_give_the_same_gradients(grid, is_open: bool, bac
     launch = stages.kernel_module("ttt", backend)
     sums = State(*map(torch.randn_like, entering(arguments))) if is_open else None
     x = load(arguments, table, backend, torch.arange(table.sequences) * 0 if is_open else None)
-    at, o = room(table), torch.zeros_like(arguments["v"])
+    at, o = empty_states(table), torch.zeros_like(arguments["v"])
     leaving, last = launch.ttt(x, entering(arguments), sums, table, EPS, o, at)
     do = to_chunks(inputs.incoming(o), table, HV, torch.float64)
     dstate = State(*(inputs.incoming(s, 1) for s in leaving))
     dsums = State(*(inputs.incoming(s, 2) for s in last)) if is_open else None
     kept = launch.ttt_bwd(x, None, sums, do, dstate, dsums, table, EPS, at)
-    built = launch.ttt_bwd(x, entering(arguments), sums, do, dstate, dsums, table, EPS, room(table))
+    built = launch.ttt_bwd(x, entering(arguments), sums, do, dstate, dsums, table, EPS, empty_states(table))
     for a, b in zip((*kept[0], *kept[1]), (*built[0], *built[1])):
         assert a is b is None or torch.equal(a, b)
 
@@ -155,7 +155,7 @@ def test_padded_rows_get_and_give_no_gradient(grid, backend: str):
     do = to_chunks(inputs.incoming(arguments["v"]), table, HV, torch.float64)
     dstate = State(*(inputs.incoming(s, 1) for s in entering(arguments)))
     launch = stages.kernel_module("ttt", backend)
-    found, _ = launch.ttt_bwd(x, entering(arguments), None, do, dstate, None, table, EPS, room(table))
+    found, _ = launch.ttt_bwd(x, entering(arguments), None, do, dstate, None, table, EPS, empty_states(table))
     if table.padding is None:
         assert x.idle is None
         return

@@ -118,7 +118,7 @@ def test_every_listed_pair_runs(architecture: str, version: str):
         ("sm_90", "", "Triton is not installed"),
     ],
 )
-def test_a_version_that_nobody_tried_is_refused_with_what_to_install(architecture: str, version: str, reason: str):
+def test_an_unsupported_version_is_refused_with_what_to_install(architecture: str, version: str, reason: str):
     support = triton_support.support_for(architecture, version)
     assert not support.proof
     with pytest.raises(ValueError, match=rf'{reason}.*; pip install "torch>=2\.11,<2\.14"'):
@@ -126,7 +126,7 @@ def test_a_version_that_nobody_tried_is_refused_with_what_to_install(architectur
 
 
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_103", "gfx942"])
-def test_a_card_that_nobody_compiled_for_is_refused_with_what_runs_there(architecture: str):
+def test_an_unsupported_card_is_refused_with_what_runs_there(architecture: str):
     refusal = triton_support.support_for(architecture, "3.6.0").refusal
     assert f"compiled for {architecture}" in refusal and "sm_80, sm_86" in refusal and 'backend="eager"' in refusal
 
