@@ -356,7 +356,7 @@ def wyfold_scan_gluon(
     """One program owns BV value rows of one state; the tiles of a head are neighbours, so that they share k and q in
     L2.
 
-    i_n is a sequence of the chunk grid; with p_selected, the one `shift` after the element of p_selected. With
+    i_n is the program's sequence of the chunk grid: its number n, or with p_selected, p_selected[n] + shift. With
     p_sequence, the grid's sequences are segments, and p_sequence[i_n] is the sequence that segment i_n belongs to.
     States are indexed by sequence, or with slots by the sequence's slots.
     """
