@@ -106,4 +106,4 @@ def test_without_standard_output_help_is_silent():
 
 def test_a_row_of_bench_quotes_any_exception():
     assert error_line(RuntimeError()) == "RuntimeError: RuntimeError"
-    assert error_line(Unprintable()) == "Mute: Mute"
+    assert error_line(Unprintable()) == "Unprintable: Unprintable"
