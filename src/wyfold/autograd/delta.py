@@ -109,8 +109,8 @@ class DeltaImplementation(Protocol):
 
         Args:
             t, options: The call.
-            out: [B, T, HV, V] output buffer; None allocates one. With a buffer, rows of intermediate states that no
-                sequence reaches stay uninitialized.
+            out: [B, T, HV, V] output buffer; None allocates one. If a buffer is given, intermediate states that
+                belong to no sequence are not zeroed.
             grid: Chunk grid of the call; None makes one.
 
         Returns:

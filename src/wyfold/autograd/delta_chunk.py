@@ -1,6 +1,6 @@
 """Chunk implementation of the delta family: kernels that process a whole call chunk by chunk.
 
-    forward     chunk_grid, prepare, scan
+    forward     chunk_grid (packed batches only), prepare, scan
     backward    chunk_grid, prepare (unless its factors were saved), scan_bwd, gradients
 
 If long sequences are cut into segments, the scan runs over segments instead of sequences. Before it, in either
@@ -132,16 +132,18 @@ class KernelCall:
         ).segment_summary_bwd
         summary_bwd(q, k, prepared, do, final, self.segments, self.options, self.key, gradients.mT)
 
-    def fold(self, states: Tensor, maps: Tensor, *, back: bool, of: Tensor | None = None) -> None:
+    def fold(self, states: Tensor, maps: Tensor, *, back: bool, divided: Tensor | None = None) -> None:
         """Turn summaries into the states (or their gradients) at the borders, in place.
 
         Args:
             states: [borders, HV, V, K] H, or c if `back`.
             maps: [borders, HV, K, K] M of the segment that ends at each border.
             back: Whether to fold from the last segment to the first.
-            of: Indices of the sequences to fold; None: all that are cut.
+            divided: Indices of the sequences to fold; None: all that are cut.
         """
-        segments = self.segments if of is None or self.segments is None else replace(self.segments, divided=of)
+        segments = self.segments
+        if divided is not None and segments is not None:
+            segments = replace(segments, divided=divided)
         self.stage("segment_fold").segment_fold(states.mT, maps.mT, segments, back=back, dtype=self.t.k.dtype)
 
     def k_first(self, states: Tensor | None) -> Tensor | None:

@@ -311,9 +311,9 @@ class ContextParallel:
             decide: Checks this rank's arguments and returns the decision.
             describe: Returns the metadata that must be equal on all ranks. None: this call compares nothing, because
                 the operator that follows does; an error of `decide` still reaches the ranks that compare there.
-            kind: Metadata that can be read before the checks; if they differ, so do the compared metadata. An error of
-                `decide` is sent to the other ranks only in the first call of a kind, because they compare only there.
-                None: one kind for all calls.
+            kind: Metadata that can be read before the checks. Calls of different kinds differ in the compared metadata
+                too. With check="first", an error of `decide` reaches other ranks only in the first call of a kind,
+                because they compare only in that call. None: all calls are of one kind.
 
         Raises:
             TypeError, ValueError: `decide` raised it.

@@ -68,7 +68,7 @@ class DeltaAcrossRanks(torch.autograd.Function):
         o, final_state, saved = implementation.forward(call, entering, kept, context.all_gather_async(send_buffer))
         ctx.set_materialize_grads(False)
         ctx.options, ctx.context, ctx.partition = options, context, context.partition
-        ctx.save_for_backward(*given, _maps_between(call, send_buffer), *saved)
+        ctx.save_for_backward(*given, _incoming_maps(call, send_buffer), *saved)
         if options.final_state:
             final_state = transpose_if_v_first(final_state[context.ending_pieces(call.B, device)], options).to(
                 options.state_dtype
@@ -79,7 +79,7 @@ class DeltaAcrossRanks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dST: Tensor | None) -> tuple[Tensor | None, ...]:
         kept = ctx.saved_tensors  # read once: checkpointing refuses a second unpacking
-        t, (between, *saved) = DeltaTensors(*kept[:TENSORS]), kept[TENSORS:]
+        t, (incoming_M, *saved) = DeltaTensors(*kept[:TENSORS]), kept[TENSORS:]
         call, context, device = RankCall(t, ctx.options, ctx.context), ctx.context, t.q.device
         if context.partition is not ctx.partition:  # raised on every rank, before the all-gather
             op = call.options.operator
@@ -92,7 +92,7 @@ class DeltaAcrossRanks(torch.autograd.Function):
             do = t.v.new_zeros(()).expand(t.v.shape)
         dleaving = call.states_at_pieces(dST, context.ending_pieces(call.B, device))
         implementation = ranked_implementation_for(call)
-        send_buffer, made = implementation.maps_back(call, do, dleaving, between, saved)
+        send_buffer, made = implementation.maps_back(call, do, dleaving, incoming_M, saved)
         gathered = context.all_gather_async(after(send_buffer, do, dST))
         gradients = implementation.backward(call, RankBackwardInputs(do, dleaving, saved, needs), made, gathered)
         if needs[INITIAL_STATE] and t.initial_state is not None:
@@ -137,7 +137,7 @@ class RankedDeltaImplementation(Protocol):
         """
 
     def maps_back(
-        self, call: RankCall, do: Tensor, dleaving: Tensor, between: Tensor, saved: list[Tensor]
+        self, call: RankCall, do: Tensor, dleaving: Tensor, incoming_M: Tensor, saved: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
         """Summarize the backward of the pieces whose sequences began on another rank.
 
@@ -145,7 +145,7 @@ class RankedDeltaImplementation(Protocol):
             call: This rank's part of the call.
             do: [B, T, HV, V] gradient of the output.
             dleaving: [B pieces, HV, K, V] gradients of the final states of sequences that end here; zeros elsewhere.
-            between: [incoming, B, HV, K, K] maps M of these pieces; zeros if the sequence ends in the piece.
+            incoming_M: [incoming, B, HV, K, K] maps M of these pieces; zeros if the sequence ends in the piece.
             saved: Third result of `forward`.
 
         Returns:
@@ -178,7 +178,7 @@ def summarized_by_kernels(context: ContextParallel, B: int, K: int, V: int) -> b
     return max(K, V) <= WIDEST and B * context.tokens > 0 and len(context.pieces) > 0
 
 
-def _maps_between(call: RankCall, send_buffer: Tensor) -> Tensor:
+def _incoming_maps(call: RankCall, send_buffer: Tensor) -> Tensor:
     """Copy the maps M that the backward sends.
 
     Returns:

@@ -50,7 +50,7 @@ def forward(
 
 
 def maps_back(
-    call: RankCall, do: Tensor, dleaving: Tensor, between: Tensor, saved: list[Tensor]
+    call: RankCall, do: Tensor, dleaving: Tensor, incoming_M: Tensor, saved: list[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """Compute c of the pieces that began on another rank (`RankedDeltaImplementation.maps_back`)."""
     K, V = call.tensors.q.shape[3], do.shape[3]
@@ -60,17 +60,18 @@ def maps_back(
         if not piece.first:
             rows = call.rows(piece)
             send_buffer[piece.incoming, ..., :V] = _back_through(call, piece, saved[0][rows], do, dleaving[rows])
-            send_buffer[piece.incoming, ..., V:] = between[piece.incoming].mT
+            send_buffer[piece.incoming, ..., V:] = incoming_M[piece.incoming].mT
     return send_buffer, []
 
 
 def _back_through(call: RankCall, piece: Piece, S: Tensor, do: Tensor, dS: Tensor) -> Tensor:
     """[B, HV, K, V] gradient of the state that enters a piece, given the gradient dS of its final state."""
-    # Not cut into segments: their backward needs maps that only a forward computes.
+    # Segments are switched off, because their backward needs maps that only a forward computes.
     options = call.inside._replace(final_state=True, keep_factors=False, segment_chunks=0, segments=1)
     t = call.alone(piece, S)
     needs = [index == INITIAL_STATE for index in range(DIFFERENTIABLE)]
-    saved = implementation_for(options).saved(t, options)  # uninitialized: the state's gradient does not read them
+    # The backward expects saved tensors, but the initial state's gradient does not read their contents.
+    saved = implementation_for(options).saved(t, options)
     d_out = do.narrow(1, piece.offset, piece.length)
     return run_backward(DeltaBackwardInputs(t, options, saved, d_out, dS, needs))[INITIAL_STATE]
 

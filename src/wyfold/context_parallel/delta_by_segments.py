@@ -67,7 +67,7 @@ def forward(
 
 
 def maps_back(
-    call: RankCall, do: Tensor, dleaving: Tensor, between: Tensor, saved: list[Tensor]
+    call: RankCall, do: Tensor, dleaving: Tensor, incoming_M: Tensor, saved: list[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """Compute c of the pieces that began on another rank (`RankedDeltaImplementation.maps_back`).
 
@@ -76,7 +76,7 @@ def maps_back(
     """
     entering, _, _, M, *factors = saved
     send_rows = call.context.partition.most_incoming * call.B
-    inputs = MapsBackInputs(call.one_buffer(do), dleaving, between.flatten(0, 1), M, factors, send_rows)
+    inputs = MapsBackInputs(call.one_buffer(do), dleaving, incoming_M.flatten(0, 1), M, factors, send_rows)
     send_buffer, c, made = launches.maps_back(_pieces_call(call, entering), inputs)
     return send_buffer.unflatten(0, (-1, call.B)), [c, *(factors or made)]
 

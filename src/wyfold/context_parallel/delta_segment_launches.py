@@ -196,7 +196,7 @@ def _maps(*arguments: Any) -> tuple[Any, ...]:
         if counts.incoming:
             identity = torch.eye(K, dtype=H.dtype, device=H.device).expand(counts.incoming, HV, K, K)
             both[:, :, V:].index_copy_(0, places.incoming_border, identity)
-        call.kernel_call.fold(both, M, back=False, of=places.outgoing_piece)
+        call.kernel_call.fold(both, M, back=False, divided=places.outgoing_piece)
         call.stage("rank_carry").rank_send(
             StateRows(both.mT, places.outgoing_border), none_if_empty(tails), send_buffer, dtype=t.k.dtype
         )
@@ -243,7 +243,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _maps_back(*arguments: Any) -> tuple[Any, ...]:
     call = OperatorCall(MapsBackInputs, arguments)
     t, counts, places = call.t, call.counts, call.places
-    do, dleaving, between, M, kept, send_rows = call.inputs
+    do, dleaving, incoming_M, M, kept, send_rows = call.inputs
     prepared = factors_from_list(kept) if kept else call.prepare(backward=True, forward=False)
     c = dleaving.new_empty(counts.borders, call.HV, call.V, call.K)
     if counts.borders:
@@ -251,11 +251,11 @@ def _maps_back(*arguments: Any) -> tuple[Any, ...]:
     send_buffer = call.send_buffer(send_rows, counts.incoming)
     if counts.incoming:
         gradients = c.clone()
-        call.kernel_call.fold(gradients, M, back=True, of=places.incoming_piece)
+        call.kernel_call.fold(gradients, M, back=True, divided=places.incoming_piece)
         call.stage("rank_carry").rank_send(
             StateRows(gradients.mT, places.incoming_border), None, send_buffer, dtype=t.k.dtype
         )
-        send_buffer[: counts.incoming, ..., call.V :].copy_(between.mT)
+        send_buffer[: counts.incoming, ..., call.V :].copy_(incoming_M.mT)
     return send_buffer, c, [] if kept else factors_to_list(prepared)
 
 
@@ -385,8 +385,8 @@ _forward_op = register(
     _forward_fake,
 )
 _maps_back_op = register(
-    f"delta_rank_maps_bwd({_CALL}, Tensor do, Tensor dleaving, Tensor between, Tensor M, Tensor[] kept, int send_rows, "
-    f"{DELTA_SCHEMA}) -> (Tensor send_buffer, Tensor c, Tensor[] factors)",
+    f"delta_rank_maps_bwd({_CALL}, Tensor do, Tensor dleaving, Tensor incoming_M, Tensor M, Tensor[] kept, "
+    f"int send_rows, {DELTA_SCHEMA}) -> (Tensor send_buffer, Tensor c, Tensor[] factors)",
     _maps_back,
     _maps_back_fake,
 )

@@ -46,7 +46,7 @@ class MapsBackInputs(NamedTuple):
     Attributes:
         do: [1, B T, HV, V] gradient of the output.
         dleaving: [B pieces, HV, K, V] gradients of final states; zeros where a sequence continues on another rank.
-        between: [incoming B, HV, K, K] maps M of the pieces that began on another rank.
+        incoming_M: [incoming B, HV, K, K] maps M of the pieces that began on another rank.
         M: Result of `maps`.
         kept: Factors saved by the forward; [] if they were not.
         send_rows: Rows of every rank's send buffer: `Partition.most_incoming` times B.
@@ -54,7 +54,7 @@ class MapsBackInputs(NamedTuple):
 
     do: Tensor
     dleaving: Tensor
-    between: Tensor
+    incoming_M: Tensor
     M: Tensor
     kept: list[Tensor]
     send_rows: int
