@@ -194,7 +194,7 @@ def _learning_options(learning: argparse._ActionsContainer) -> None:
     duration.add_argument(
         "--minutes",
         type=at_least(0, above=True),
-        help="train for this time instead of --steps; such a run is not repeatable",
+        help="train for this time instead of --steps, start-up and evaluation not counted; not repeatable",
     )
     learning.add_argument("--batch", type=whole(1), help=f"rows of a batch {_default('batch')}")
     learning.add_argument("--length", type=whole(1), help=f"bytes of a row {_default('length')}")
