@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.extras import need_plotly
 
 import wyfold
 from wyfold import serving
@@ -42,7 +43,6 @@ SIZES = {
     "W": (4, 3),
     "S": (5, 6),
 }
-SAME_AS = {"N": "B"}  # without packing
 SQUARE = {"V": SIZES["K"]}  # TTT-Linear's state maps rows of K to rows of K
 
 # Other arguments that an argument requires.
@@ -209,7 +209,7 @@ def modules() -> list[str]:
 @pytest.mark.parametrize("module", modules())
 def test_examples_print_what_they_say(module: str):
     if module == "wyfold.cli.figures":  # the only module that imports an extra at its top
-        pytest.importorskip("plotly", reason="plotly is not installed")
+        need_plotly()
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     assert doctest.testmod(importlib.import_module(module), optionflags=options).failed == 0
 

@@ -23,8 +23,8 @@ def vector_aligned(x: Tensor) -> bool:
 def readable_by_tma(x: Tensor) -> bool:
     """Whether a TMA descriptor can address the rows of x [B, T, H, K] without a copy."""
     T, (s_b, s_t, _, s_k) = x.shape[1], x.stride()
-    contiguous_for_tma = x.shape[0] == 1 or s_b == T * s_t
-    return s_k == 1 and s_t > 0 and s_t * x.itemsize % 16 == 0 and _address(x) % 16 == 0 and contiguous_for_tma
+    one_token_stride = x.shape[0] == 1 or s_b == T * s_t
+    return s_k == 1 and s_t > 0 and s_t * x.itemsize % 16 == 0 and _address(x) % 16 == 0 and one_token_stride
 
 
 def contiguous_for_tma(x: Tensor) -> Tensor:
