@@ -37,6 +37,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import ampere, hopper
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
+from wyfold.tile.index import gluon as index
+
 Shape = list[int] | tuple[int, ...]
 
 
@@ -144,17 +146,13 @@ def _instructions(machine: Machine) -> list[tuple[Any, Any]]:
         expect=site("expect", expect),
         arrive=site("arrive", arrive),
     )
-    # Triton 3.7 and 3.8 renamed some.
-    tma = hopper.tma
-    real_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-    real_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-    real_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
     return [
         (hopper.mbarrier, barriers),
-        (tma, SimpleNamespace(store_wait=site("store_wait", wait_for_stores))),
-        (real_load, load),
-        (real_store, lambda box, at, tile: tma_store(machine.program, box, at, tile)),
-        (real_barrier, lambda: None),
+        (hopper.tma, SimpleNamespace(store_wait=site("store_wait", wait_for_stores))),
+        (index.tma_load, load),
+        (index.tma_store, lambda box, at, tile: tma_store(machine.program, box, at, tile)),
+        (index.barrier, lambda: None),
+        (index.reinterpret, lambda tile, *view: tile.reinterpret(*view)),
         (
             ampere.async_copy,
             SimpleNamespace(

@@ -117,7 +117,7 @@ class SharedMemory:
             raise Fault(f"a tile stored in blocks can only be transposed, got order {order}")
         return SharedMemory(self.program, None, (self.data, self.state), self.layout, True, not self.transposed)
 
-    def _reinterpret(self, dtype: torch.dtype, shape: Any, layout: Any) -> SharedMemory:
+    def reinterpret(self, dtype: torch.dtype, shape: Any, layout: Any) -> SharedMemory:
         if self.storage is None:
             raise Fault("only contiguous shared memory can be reinterpreted")
         return SharedMemory.arranged(self.program, self.storage, dtype, [int(n) for n in shape], layout)

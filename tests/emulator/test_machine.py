@@ -31,7 +31,7 @@ def test_rows_longer_than_the_swizzle_are_stored_in_blocks():
     """A tile [64, 64] can be reinterpreted as four tiles [32, 32]: top left, bottom left, top right, bottom right."""
     x = numbers(64, 64, dtype=torch.float32).bfloat16()
     whole = tile(Machine(), x, gl.NVMMASharedLayout(64, 16, 2))
-    quarters = whole._reinterpret(BF16, [4, 32, 32], gl.NVMMASharedLayout(64, 16, 2))
+    quarters = whole.reinterpret(BF16, [4, 32, 32], gl.NVMMASharedLayout(64, 16, 2))
     for i, (row, column) in enumerate([(0, 0), (32, 0), (0, 32), (32, 32)]):
         assert torch.equal(quarters.index(i).load().t, x[row : row + 32, column : column + 32])
     assert torch.equal(whole.load().t, x)
@@ -48,8 +48,8 @@ def test_views_share_memory_and_invalid_views_are_refused():
         lambda: memory.index(2),
         lambda: memory.index(0).slice(2, 4),
         lambda: memory.index(0).slice(8, 8),
-        lambda: memory.index(0).slice(0, 4)._reinterpret(torch.float32, [4, 16], None),
-        lambda: memory._reinterpret(torch.float32, [17, 16], None),
+        lambda: memory.index(0).slice(0, 4).reinterpret(torch.float32, [4, 16], None),
+        lambda: memory.reinterpret(torch.float32, [17, 16], None),
         lambda: memory.store(Value(numbers(8, 16))),
     ):
         with pytest.raises(Fault):

@@ -101,7 +101,7 @@ def test_the_interpreter_takes_the_rows_of_sm_90():
 # --- which Triton on which card --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.8.0", "3.9.1"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_listed_pair_runs(architecture: str, version: str):
     support = triton_support.support_for(architecture, version)
@@ -113,7 +113,7 @@ def test_every_listed_pair_runs(architecture: str, version: str):
     "architecture, version, reason",
     [
         ("sm_90", "3.5.1", r"Triton 3\.5\.1 is known to be wrong on sm_90: .*transposed"),
-        ("sm_80", "3.5.1", r"Triton 3\.5\.1 is not in the table, which has 3\.6 and 3\.7"),
+        ("sm_80", "3.5.1", r"Triton 3\.5\.1 is not in the table, which has 3\.6, 3\.7, 3\.8 and 3\.9"),
         ("sm_90", "4.0.0", r"Triton 4\.0\.0 is not in the table"),
         ("sm_90", "", "Triton is not installed"),
     ],
@@ -121,7 +121,7 @@ def test_every_listed_pair_runs(architecture: str, version: str):
 def test_an_unsupported_version_is_refused_with_what_to_install(architecture: str, version: str, reason: str):
     support = triton_support.support_for(architecture, version)
     assert not support.proof
-    with pytest.raises(ValueError, match=rf'{reason}.*; pip install "torch>=2\.11,<2\.14"'):
+    with pytest.raises(ValueError, match=rf'{reason}.*; pip install "torch>=2\.11,<2\.16"'):
         raise ValueError(support.refusal)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,7 @@ class CompiledLaunch(NamedTuple):
         constants: Values of the kernel's constexprs. The launcher takes them and does not read them.
         expanders: Index among the arguments of each tensor descriptor, last one first, and what expands it into the
             launcher's arguments. Empty if `run` expands descriptors itself.
+        owner: Triton's object of the compiled kernel. From Triton 3.8 its end unloads the kernel from the device.
     """
 
     run: Callable[..., None]
@@ -44,6 +46,7 @@ class CompiledLaunch(NamedTuple):
     metadata: Any
     constants: tuple[Any, ...]
     expanders: tuple[tuple[int, _DescriptorExpander], ...]
+    owner: Any
 
 
 _launches: dict[tuple[Any, ...], CompiledLaunch] = {}
@@ -92,7 +95,7 @@ def launch_kernel(kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> 
     if observer is not None:
         recorded = _recorded_launch(launch, programs, arguments)
         observer(None if recorded is None else map_step(recorded), kernel, new=False)
-    run, function, metadata, constants, expanders = launch
+    run, function, metadata, constants, expanders, _ = launch
     for place, expand in expanders:
         flat[place : place + 1] = expand(arguments[place])
     stream = driver.get_current_stream(device)
@@ -348,32 +351,47 @@ def _compiled_launch(compiled: Any, arguments: tuple[Any, ...], constants: tuple
     """The `CompiledLaunch` of a kernel that Triton compiled for these arguments.
 
     For a kernel with descriptors, Triton wraps its launcher in a function that searches all arguments for them. Their
-    places are known here, so the wrapped launcher is used, where it is found as in Triton 3.6 and 3.7.
+    places are known here, so the wrapped launcher is used, where it is found as in Triton 3.6 to 3.9.
     """
-    known = compiled.run, compiled.function, compiled.packed_metadata, constants
-    places = [place for place, x in enumerate(arguments) if hasattr(x, "block_shape")]
-    closure = _closure_variables(getattr(compiled.run, "launch", None))
-    launcher, layouts = closure.get("launcher"), closure.get("tensordesc_meta", ())
-    expand = getattr(sys.modules[type(compiled.run).__module__], "make_tensordesc_arg", None)
-    if launcher is None or expand is None or len(layouts) != len(places):
-        return CompiledLaunch(*known, ())
-    run = copy.copy(compiled.run)
-    run.launch = launcher
-    expanders = [(place, _DescriptorExpander(expand, layout)) for place, layout in zip(places, layouts, strict=True)]
-    return CompiledLaunch(run, *known[1:], tuple(expanders[::-1]))
+    run, places = compiled.run, [place for place, x in enumerate(arguments) if hasattr(x, "block_shape")]
+    closure = _closure_variables(getattr(run, "launch", None))
+    launcher = closure.get("launcher")
+    expand = _descriptor_function(sys.modules[type(run).__module__])
+    # Descriptors without a layout are passed as pointer, shape and strides.
+    layouts = closure.get("tensordesc_meta") or [None] * len(places)
+    expanders: list[tuple[int, _DescriptorExpander]] = []
+    if launcher is not None and expand is not None and len(layouts) == len(places):
+        run = copy.copy(run)
+        run.launch = launcher
+        expanders = [(place, _DescriptorExpander(expand, layout)) for place, layout in zip(places, layouts)]
+    return CompiledLaunch(run, compiled.function, compiled.packed_metadata, constants, tuple(expanders[::-1]), compiled)
+
+
+def _descriptor_function(module: Any) -> Callable[[Any, Any], list[Any]] | None:
+    """Function of a launcher's module from a descriptor and its layout to the launcher's arguments, or None.
+
+    From Triton 3.8 it also gets the launcher's other arguments, which the one for CUDA names `_` and does not read.
+    """
+    function = getattr(module, "make_tensordesc_arg", None)
+    if function is None:
+        return None
+    more = list(inspect.signature(function).parameters)[2:]
+    if not more:
+        return function
+    return functools.partial(function, _=None) if more == ["_"] else None
 
 
 class _DescriptorExpander:
     """Expands descriptors of one layout into the launcher's arguments: the driver's encoding, shape and strides.
 
     Triton's own function (`expand`) looks the layout's numbers up by name and finds the driver again at each call. It
-    is used where the layout's names are not those of Triton 3.6 and 3.7, and for descriptors with other options.
+    is used where the layout's names are not those of Triton 3.6 to 3.9, and for descriptors with other options.
     """
 
     def __init__(self, expand: Callable[[Any, Any], list[Any]], layout: Any):
         self.expand, self.layout = expand, layout
         names = ("swizzle", "elem_size", "elem_type", "block_size")
-        elements = expand.__globals__.get("TMA_DTYPE_DEVICE_TO_HOST")
+        elements = getattr(expand, "func", expand).__globals__.get("TMA_DTYPE_DEVICE_TO_HOST")
         utils = getattr(sys.modules["triton"].runtime.driver.active, "utils", None)
         encode = getattr(utils, "fill_tma_descriptor", None) or getattr(utils, "fill_tma_descriptor_tiled", None)
         self.encode = None

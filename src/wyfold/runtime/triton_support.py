@@ -73,7 +73,8 @@ def version_refusal(version: str) -> str:
         return f"Triton is not installed; {known['remedy']}"
     if ".".join(version.split(".")[:2]) in known["cells"]:
         return ""
-    listed = " and ".join(known["cells"])
+    *most, last = known["cells"]
+    listed = f"{', '.join(most)} and {last}"
     here = f"Triton {version} is not in the table, which has {listed} (torch here is {torch.__version__})"
     return f"{here}; {known['remedy']}"
 

@@ -18,10 +18,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from wyfold.tile.index.triton import TmaDescriptor
 
-# Triton 3.7 and 3.8 renamed these functions.
+# Triton 3.7 and 3.8 renamed the first three of these functions, and 3.9 the last one.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 ELEMENTS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -65,7 +66,7 @@ def quarters(squares, descriptor, count: gl.constexpr):
     has the layout of `descriptor`, whose rows are half as long.
     """
     n: gl.constexpr = descriptor.block_shape[0]
-    return squares._reinterpret(descriptor.dtype, [4 * count, n, n], descriptor.layout)
+    return reinterpret(squares, descriptor.dtype, [4 * count, n, n], descriptor.layout)
 
 
 @gluon.jit

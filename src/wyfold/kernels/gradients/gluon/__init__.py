@@ -55,7 +55,7 @@ from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.triton import LOG2_E, sigmoid, sigmoid_bwd
 from wyfold.tile.decay.triton import FLOOR, gate_flags, log_gate, log_gate_bwd
-from wyfold.tile.index.gluon import barrier, gluon_descriptors, tma_load
+from wyfold.tile.index.gluon import barrier, gluon_descriptors, reinterpret, tma_load
 from wyfold.tile.index.triton import chunk_span, strides, tile_descriptor, token_descriptor
 
 
@@ -314,7 +314,7 @@ def wyfold_gradients_gluon(
     s_X = gl.allocate_shared_memory(x_X.dtype, [BT, V], x_X.layout)
     s_S = gl.allocate_shared_memory(x_S.dtype, [V, BK], x_S.layout)
     s_dS = gl.allocate_shared_memory(x_dS.dtype, [V, BK], x_dS.layout)
-    pair = s_X._reinterpret(x_q.dtype, [2, BT, BT], x_q.layout)
+    pair = reinterpret(s_X, x_q.dtype, [2, BT, BT], x_q.layout)
     numbers = gl.allocate_shared_memory(gl.float32, [2 * BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     bars = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(4):
@@ -467,7 +467,7 @@ def wyfold_gradients_gluon(
             store_token_tile(x_dk, p_dk, s_dk, coords, h * BK, k, WHOLE, BT, BK)
     if NORM:
         mbarrier.wait(smem.states_ready, 0)
-        reloaded = s_S._reinterpret(x_q.dtype, [2, BT, BK], x_q.layout)
+        reloaded = reinterpret(s_S, x_q.dtype, [2, BT, BK], x_q.layout)
         q, k = s_q.index(0), s_k.index(0)
         dq = gl.fma(reloaded.index(0).load(LC).to(gl.float32), dot_q[:, None], q.load(LC).to(gl.float32))
         dk = gl.fma(reloaded.index(1).load(LC).to(gl.float32), dot_k[:, None], k.load(LC).to(gl.float32))
@@ -506,7 +506,7 @@ def _recomputed_address(tile, h_zero):
     The compiler would hoist the tile's matrix descriptors out of the loop. They take two registers for every 16
     columns, so they would spill to local memory and be reloaded in every iteration (docs/facts/hopper.md, SASS-7).
     """
-    return tile._reinterpret(tile.dtype, [1, tile.shape[0], tile.shape[1]], tile.layout).index(h_zero)
+    return reinterpret(tile, tile.dtype, [1, tile.shape[0], tile.shape[1]], tile.layout).index(h_zero)
 
 
 @gluon.jit
@@ -581,7 +581,7 @@ def _load_states(inputs, smem, h, V: gl.constexpr, BK: gl.constexpr):
 @gluon.jit
 def _reload(inputs, smem, BT: gl.constexpr, BK: gl.constexpr):
     """Issue the loads of the first halves of q and k again, into the memory of S."""
-    reloaded = smem.S._reinterpret(inputs.q.dtype, [2, BT, BK], inputs.q.layout)
+    reloaded = reinterpret(smem.S, inputs.q.dtype, [2, BT, BK], inputs.q.layout)
     mbarrier.expect(smem.states_ready, inputs.q.block_type.nbytes + inputs.k.block_type.nbytes)
     tma_load(inputs.q, [inputs.token, inputs.column_q], smem.states_ready, reloaded.index(0))
     tma_load(inputs.k, [inputs.token, inputs.column_k], smem.states_ready, reloaded.index(1))

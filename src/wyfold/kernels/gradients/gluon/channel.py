@@ -92,7 +92,7 @@ from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.triton import LOG2_E, exp, sigmoid, sigmoid_bwd
 from wyfold.tile.decay.triton import FLOOR, activated, activated_bwd
-from wyfold.tile.index.gluon import ELEMENTS, barrier, clear_rows, gluon_descriptors, tma_load
+from wyfold.tile.index.gluon import ELEMENTS, barrier, clear_rows, gluon_descriptors, reinterpret, tma_load
 from wyfold.tile.index.triton import chunk_span, strides, tile_descriptor, token_descriptor
 
 
@@ -800,7 +800,7 @@ def _row_block(tile, n, size: gl.constexpr):
 
     Rows must not be longer than one TMA swizzle block.
     """
-    return tile._reinterpret(tile.dtype, [tile.shape[0] // size, size, tile.shape[1]], tile.layout).index(n)
+    return reinterpret(tile, tile.dtype, [tile.shape[0] // size, size, tile.shape[1]], tile.layout).index(n)
 
 
 @gluon.jit

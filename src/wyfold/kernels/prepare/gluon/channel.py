@@ -66,6 +66,7 @@ from wyfold.tile.index.gluon import (
     clear_tokens,
     gluon_descriptors,
     quarters,
+    reinterpret,
     tma_load,
     tma_store,
     tma_store_upper,
@@ -279,10 +280,10 @@ def wyfold_prepare_channel_gluon(
     inverse_beta = gl.allocate_shared_memory(gl.float32, [BT], FLAT)
     gates_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     tokens_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_slices = keys._reinterpret(gl.bfloat16, [NB, BT, BK], HALF)
-    q_slices = queries._reinterpret(gl.bfloat16, [NB, BT, BK], HALF)
+    k_slices = reinterpret(keys, gl.bfloat16, [NB, BT, BK], HALF)
+    q_slices = reinterpret(queries, gl.bfloat16, [NB, BT, BK], HALF)
     if USE_TMA:
-        G = gate_buffer if x_g.dtype == gl.float32 else gate_buffer._reinterpret(x_g.dtype, [BT, K], WIDE)
+        G = gate_buffer if x_g.dtype == gl.float32 else reinterpret(gate_buffer, x_g.dtype, [BT, K], WIDE)
         mbarrier.init(gates_ready, count=1)
         mbarrier.init(tokens_ready, count=1)
         fence_async_shared()
@@ -323,10 +324,10 @@ def wyfold_prepare_channel_gluon(
             barrier()
         # Swizzled so that one access reads pairs of channels of eight rows without bank conflicts: groups of four rows
         # are 32 bytes apart.
-        P = gates._reinterpret(gl.float32, [NB, BT, BK], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
+        P = reinterpret(gates, gl.float32, [NB, BT, BK], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
         anchors = _sum_gates(
             G,
-            gates._reinterpret(gl.float32, [NB, BT, BK], gl.SwizzledSharedLayout(8, 1, 4, [2, 1, 0])),
+            reinterpret(gates, gl.float32, [NB, BT, BK], gl.SwizzledSharedLayout(8, 1, 4, [2, 1, 0])),
             border_decays,
             rest_sums,
             p_A_log,
@@ -358,9 +359,9 @@ def wyfold_prepare_channel_gluon(
         barrier()
 
         # Grams of keys, and of keys with queries: of each warp's sub-chunk with itself, and with three later ones.
-        later = gate_buffer._reinterpret(gl.float32, [2 * BT, BK], FULL32)
-        blocks = gate_buffer._reinterpret(gl.float32, [4, 32, BK], FULL32)
-        pairs = gates._reinterpret(gl.bfloat16, [NB, 2 * BT, BK], HALF)
+        later = reinterpret(gate_buffer, gl.float32, [2 * BT, BK], FULL32)
+        blocks = reinterpret(gate_buffer, gl.float32, [4, 32, BK], FULL32)
+        pairs = reinterpret(gates, gl.bfloat16, [NB, 2 * BT, BK], HALF)
         kk_own, kq_own = gl.zeros([4, 16, 16], gl.float32, LN), gl.zeros([4, 16, 16], gl.float32, LN)
         gram_1, gram_2, gram_3 = _zeros(LJ, BT), _zeros(LJ, BT), _zeros(LJ, BT)
         qk = gl.zeros([BT], gl.float32, ROW)
@@ -373,10 +374,10 @@ def wyfold_prepare_channel_gluon(
             decay = exp2(sums)
             kf, qf = b_k * decay, b_q * decay
             kk_own, kq_own = _add_near_grams(kk_own, kq_own, b_k, b_q, kf, qf, sums, anchors, LN)
-            numbers = border_decays._reinterpret(
-                gl.float32, [NB, 16, BK], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+            numbers = reinterpret(
+                border_decays, gl.float32, [NB, 16, BK], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
             ).index(c)
-            rest = rest_sums._reinterpret(gl.float32, [NB, 4, BK], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).index(c)
+            rest = reinterpret(rest_sums, gl.float32, [NB, 4, BK], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).index(c)
             kt = b_k * exp2(_broadcast_to_rows(rest, 0, 4, LB, LN) - sums)
             later.store(_stack_sub_chunks(_tf32_channel_order(kf, BT), _tf32_channel_order(qf, BT)))
             before = _broadcast_to_rows(numbers, 8, 4, LB, LN)
@@ -412,10 +413,10 @@ def wyfold_prepare_channel_gluon(
 
         # -U and P^T, as bfloat16 pairs, overwrite the stored rows; the diagonal blocks of -U overwrite the border
         # decays.
-        U = keys._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE)
-        PT = queries._reinterpret(gl.bfloat16, [8, 16, BT], WIDE)
-        near = border_decays._reinterpret(gl.float32, [4, 16, 16], CUBE)
-        D = border_decays._reinterpret(gl.bfloat16, [2, 2 * BT, 16], SLIM).index(1)
+        U = reinterpret(keys, gl.bfloat16, [2 * BT, BT], WIDE)
+        PT = reinterpret(queries, gl.bfloat16, [8, 16, BT], WIDE)
+        near = reinterpret(border_decays, gl.float32, [4, 16, 16], CUBE)
+        D = reinterpret(border_decays, gl.bfloat16, [2, 2 * BT, 16], SLIM).index(1)
         o_s = gl.arange(0, BT, layout=ROW)
         block = (o_s // 16)[:, None]
         kk = gl.convert_layout(kk_own.reshape((BT, 16)), LB, assert_trivial=True)
@@ -426,14 +427,14 @@ def wyfold_prepare_channel_gluon(
         u_3 = _negative_U_columns(kk, kk_3, safe_beta, 3, LB)
         own = gl.where(block == 0, u_0, gl.where(block == 1, u_1, gl.where(block == 2, u_2, u_3)))
         own = gl.where((o_s % 16)[:, None] < o_n[None, :], own, 0.0)
-        near._reinterpret(gl.float32, [BT, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(own)
+        reinterpret(near, gl.float32, [BT, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(own)
         kq = gl.convert_layout(kq_own.reshape((BT, 16)), LB, assert_trivial=True)
         p_0, p_1 = _P_columns(kq, kq, qk, 0, BT, LB), _P_columns(kq, kq_1, qk, 1, BT, LB)
         p_2, p_3 = _P_columns(kq, kq_2, qk, 2, BT, LB), _P_columns(kq, kq_3, qk, 3, BT, LB)
         tma.store_wait(pendings=0)
         barrier()
         U.store(bf16_pair(join4_columns(u_0, u_1, u_2, u_3, BT, LC)))
-        queries._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE).store(
+        reinterpret(queries, gl.bfloat16, [2 * BT, BT], WIDE).store(
             bf16_pair(join4_columns(p_0, p_1, p_2, p_3, BT, LC))
         )
         fence_async_shared()
@@ -449,7 +450,7 @@ def wyfold_prepare_channel_gluon(
         for m in gl.static_range(1, 4):
             F = mm_pairs_async(highs[m], lows[m], PT.index(m), PT.index(4 + m), F, True, AC)
         # In a tile of all channels, the channels of a slice are contiguous, as they were stored.
-        E = _fold(highs, lows, gates._reinterpret(gl.bfloat16, [2 * BT, K], HALF), LE, BT, K)
+        E = _fold(highs, lows, reinterpret(gates, gl.bfloat16, [2 * BT, K], HALF), LE, BT, K)
         F, E = warpgroup_mma_wait(0, deps=[F, E])
         barrier()
         # All products are done. Results overwrite the pairs of keys, so k and q of the next tile may be loaded.
@@ -467,8 +468,8 @@ def wyfold_prepare_channel_gluon(
             )
         W = join4_columns(w_0, w_1, w_2, w_3, BT, LC)
         squares = gl.convert_layout(_concat_columns(F.to(gl.bfloat16), W), LE, assert_trivial=True)
-        gates._reinterpret(gl.bfloat16, [BT, 2 * K], HALF).store(_concat_columns(E.to(gl.bfloat16), squares))
-        out_E = gates._reinterpret(gl.bfloat16, [BT, K], HALF)
+        reinterpret(gates, gl.bfloat16, [BT, 2 * K], HALF).store(_concat_columns(E.to(gl.bfloat16), squares))
+        out_E = reinterpret(gates, gl.bfloat16, [BT, K], HALF)
         out = quarters(gates, x_F, 4)
         fence_async_shared()
         barrier()

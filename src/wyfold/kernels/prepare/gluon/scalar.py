@@ -46,6 +46,7 @@ from wyfold.tile.index.gluon import (
     clear_tokens,
     gluon_descriptors,
     quarters,
+    reinterpret,
     tma_load,
     tma_store_upper,
     token_tile,
@@ -314,9 +315,9 @@ def wyfold_prepare_gluon(
     barrier()
 
     # The memory of q and k is free: -U overwrites q, and P^T overwrites k, both as bfloat16 pairs.
-    U = q._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE)
-    PT = k._reinterpret(gl.bfloat16, [2 * BT, BT], WIDE)
-    P = k._reinterpret(gl.bfloat16, [8, 16, BT], WIDE)
+    U = reinterpret(q, gl.bfloat16, [2 * BT, BT], WIDE)
+    PT = reinterpret(k, gl.bfloat16, [2 * BT, BT], WIDE)
+    P = reinterpret(k, gl.bfloat16, [8, 16, BT], WIDE)
     kk_0, kk_1, kk_2, kk_3 = split4_columns(kk, BT, LB)
     kq_0, kq_1, kq_2, kq_3 = split4_columns(kq, BT, LB)
     diagonal, u_3, p_3 = _weighted_columns(kk_3, kq_3, kk_3, numbers, rows, 3, FULL, SCALAR, NORM, BT, LB)
@@ -328,7 +329,7 @@ def wyfold_prepare_gluon(
     o_s = gl.arange(0, BT, layout=ROW)
     o_n = gl.arange(0, 16, layout=gl.SliceLayout(0, LB))
     diagonal = gl.where((o_s % 16)[:, None] < o_n[None, :], diagonal, 0.0)
-    near._reinterpret(gl.float32, [BT, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(diagonal)
+    reinterpret(near, gl.float32, [BT, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(diagonal)
     fence_async_shared()
     barrier()
     invert_diagonal_blocks(near, D, BT)
@@ -338,7 +339,7 @@ def wyfold_prepare_gluon(
     columns_W, highs, lows = invert_columns(D, U, BT, LB)
     # Every warp has read its last block of -U; results overwrite its memory.
     barrier()
-    out = q._reinterpret(gl.bfloat16, [2, BT, BT], HALF)
+    out = reinterpret(q, gl.bfloat16, [2, BT, BT], HALF)
     quarter_tiles = quarters(out, x_W, 2)
     out.index(1).store(join4_columns(*columns_W, BT, LC).to(gl.bfloat16))
     F = mm_pairs_async(highs[0], lows[0], P.index(0), P.index(4), zero_acc, False, AC)
