@@ -1,17 +1,18 @@
 """Integrations with other libraries.
 
-`transformers` patches its models, `fla` offers its names and keywords, `dtensor` adds tensor parallelism, and `flops`
-registers FLOP formulas. The rest of the library imports none of these, and importing one imports no other package.
+`transformers` patches its models, `fla` offers its names and keywords, `vllm` and `sglang` are plug-ins of serving
+engines, `dtensor` adds tensor parallelism, and `flops` registers FLOP formulas. The rest of the library imports none of
+these, and importing one imports no other package.
 """
 
 import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-__all__ = ["dtensor", "fla", "flops", "transformers"]
+__all__ = ["dtensor", "fla", "flops", "transformers", "vllm"]
 
 if TYPE_CHECKING:
-    from wyfold.integrations import dtensor, fla, flops, transformers
+    from wyfold.integrations import dtensor, fla, flops, transformers, vllm
 else:
 
     def __getattr__(name: str) -> ModuleType:
