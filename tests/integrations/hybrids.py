@@ -32,24 +32,28 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
 PICKS = {"layer_types": ["linear_attention", "indexed_attention", "linear_attention"]}
 
-FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "bailing_hybrid")
+FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "lara_mini", "kimi_linear", "bailing_hybrid")
 PICKING = ("qwen4_exp", "glm5_next")
 """Types whose attention selects tokens from the whole row."""
-LATEST = ("bailing_hybrid", *PICKING)
+SINCE = {
+    "kimi_linear": (5, 17),
+    "bailing_hybrid": (5, 20),
+    "qwen4_exp": (5, 16),
+    "glm5_next": (5, 16),
+    "lara_mini": (5, 24),
+}
+"""Model types that older versions of transformers lack, or define differently, and the first version with them."""
 
-WRITTEN_FOR = (5, 23)
-"""Version of transformers for these configurations; older ones may lack the latest types or define them differently."""
 
-
-def _cache_name() -> str:
+def _installed() -> tuple[int, ...]:
+    """Version of transformers; without it, the newest one's."""
     try:
-        installed = version("transformers")
+        return tuple(map(int, version("transformers").split(".")[:2]))
     except PackageNotFoundError:
-        return "cache"
-    return "cache" if tuple(map(int, installed.split(".")[:2])) >= (5, 24) else "past_key_values"
+        return (5, 24)
 
 
-CACHE = _cache_name()
+CACHE = "cache" if _installed() >= (5, 24) else "past_key_values"
 """Name of a model's cache argument and output; 5.24 renamed it."""
 
 BOUNDED = ("bailing_hybrid", "glm5_next")
@@ -76,10 +80,10 @@ def hybrid(family: str, **changes: Any) -> Any:
 def _made(family: str, changes: dict[str, Any]) -> Any:
     import transformers
 
-    version = transformers.__version__
-    if family in LATEST and tuple(map(int, version.split(".")[:2])) < WRITTEN_FOR:
-        wanted = ".".join(map(str, WRITTEN_FOR))
-        pytest.skip(f"{family} is configured as in transformers {wanted}, installed is {version}")
+    since = SINCE.get(family, (5, 15))
+    if _installed() < since:
+        wanted = ".".join(map(str, since))
+        pytest.skip(f"{family} needs transformers {wanted} or newer, installed is {transformers.__version__}")
     qwen = {**SIZES, **GDN}
     experts = {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16}
     if family == "qwen3_next":
@@ -93,6 +97,11 @@ def _made(family: str, changes: dict[str, Any]) -> Any:
     if family == "olmo_hybrid":
         widths = {"linear_num_value_heads": 2, "linear_value_head_dim": 32}
         return transformers.OlmoHybridForCausalLM(transformers.OlmoHybridConfig(**{**qwen, **widths, **changes}))
+    if family == "lara_mini":
+        layers = ["linear_attention", "sliding_attention", "linear_attention", "full_attention"]
+        sizes = {**qwen, **experts, "num_hidden_layers": 4, "layer_types": layers, "sliding_window": 8}
+        sizes.pop("intermediate_size")
+        return transformers.LaraMiniForCausalLM(transformers.LaraMiniConfig(**{**sizes, **changes}))
     latent = {**SIZES, **EXPERTS, **LATENT}
     heads = {"num_local_experts": 4, "linear_head_dim": 16, "linear_num_heads": 2}
     if family == "bailing_hybrid":

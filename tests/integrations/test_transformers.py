@@ -2,7 +2,6 @@
 
 import copy
 import sys
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -35,68 +34,6 @@ def qwen() -> Any:
 @pytest.fixture
 def ids() -> Tensor:
     return torch.randint(64, (2, T), generator=torch.Generator().manual_seed(1))
-
-
-class OldLayer(nn.Module):
-    """Layer that calls like those of 5.14: through attributes, the convolution by name, passing on only seq_idx."""
-
-    def __init__(self, module: Any):
-        super().__init__()
-        self.conv_weight, self.proj = nn.Parameter(torch.randn(96, 4) / 2), nn.Linear(32, 96 + 4, bias=False)
-        self.causal_conv1d_fn = None
-        self.causal_conv1d_update = module.causal_conv1d_update
-        self.chunk_gated_delta_rule = module.torch_chunk_gated_delta_rule
-        self.recurrent_gated_delta_rule = module.torch_recurrent_gated_delta_rule
-
-    def forward(self, x: Tensor, seq_idx: Tensor | None = None) -> Tensor:
-        qkv, gates = self.proj(x).split([96, 4], -1)
-        qkv = qkv.transpose(1, 2)
-        if self.causal_conv1d_fn is not None:
-            weight = self.conv_weight
-            qkv = self.causal_conv1d_fn(x=qkv, weight=weight, bias=None, activation="silu", seq_idx=seq_idx)
-        else:
-            padded = nn.functional.conv1d(qkv, self.conv_weight[:, None], padding=3, groups=96)
-            qkv = nn.functional.silu(padded[..., : qkv.shape[-1]])
-        q, k, v = (part.unflatten(-1, (2, 16)) for part in qkv.transpose(1, 2).split(32, -1))
-        g, beta = -nn.functional.softplus(gates[..., :2]), gates[..., 2:].sigmoid()
-        options = {"initial_state": None, "output_final_state": False, "use_qk_l2norm_in_kernel": True}
-        o, _ = self.chunk_gated_delta_rule(q, k, v, g=g, beta=beta, **options)
-        return x + o.flatten(2)
-
-
-class OldModel(nn.Module):
-    def __init__(self, module: Any):
-        super().__init__()
-        self.layers = nn.ModuleList([OldLayer(module), OldLayer(module)])
-        self.gradient_checkpointing = False
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: Any = None,
-        use_cache: bool | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        for layer in self.layers:
-            inputs_embeds = layer(inputs_embeds, kwargs.get("seq_idx"))
-        return inputs_embeds
-
-
-@pytest.fixture
-def old(monkeypatch: pytest.MonkeyPatch) -> OldModel:
-    """A model like those of versions up to 5.14; the real ones were checked on 4.57.1, 5.2.0 and 5.14.1."""
-    from transformers.models.qwen3_5 import modeling_qwen3_5
-
-    module: Any = ModuleType("transformers.models.old.modeling_old")
-    module.is_fast_path_available = False
-    monkeypatch.setitem(families.FAMILIES, "old", families.Family("old", "OldModel", "OldNorm"))
-    monkeypatch.setitem(__import__("sys").modules, module.__name__, module)
-    for part in (OldLayer, OldModel):
-        monkeypatch.setattr(part, "__module__", module.__name__)
-    return OldModel(modeling_qwen3_5)
 
 
 def positions(lengths: list[int]) -> Tensor:
@@ -411,19 +348,32 @@ def test_a_failed_patch_changes_nothing(qwen: Any):
         patch("qwen3_5", on_unsupported="stock").undo()
 
 
-def test_a_version_that_keeps_its_functions_elsewhere_is_refused(
-    qwen: Any, old: OldModel, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_version_that_keeps_its_functions_elsewhere_is_refused(qwen: Any, monkeypatch: pytest.MonkeyPatch):
     from transformers.models.qwen3_5 import modeling_qwen3_5 as module
 
-    del old.layers[0].chunk_gated_delta_rule, old.layers[1].chunk_gated_delta_rule
-    with pytest.raises(UnsupportedError, match="no layer of OldModel keeps chunk_gated_delta_rule"):
-        patch(old)
     monkeypatch.delattr(module, "torch_chunk_gated_delta_rule")
     before = module.causal_conv1d_fn
     with pytest.raises(UnsupportedError, match="has no torch_chunk_gated_delta_rule; known are"):
         patch(qwen)
     assert module.causal_conv1d_fn is before
+
+
+@pytest.mark.parametrize("version", ["4.57.1", "5.2.0", "5.14.1"])
+def test_a_version_before_5_15_is_refused(qwen: Any, version: str, monkeypatch: pytest.MonkeyPatch):
+    import transformers
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as module
+
+    before = module.causal_conv1d_fn
+    monkeypatch.setattr(transformers, "__version__", version)
+    with pytest.raises(UnsupportedError, match=rf"transformers {version}: .*; known are 5\.15 to 5\.24"):
+        patch(qwen)
+    assert module.causal_conv1d_fn is before
+
+
+def test_a_model_type_that_the_version_lacks_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(families.FAMILIES, "later", families.Family("later", "LaterModel", "LaterNorm"))
+    with pytest.raises(UnsupportedError, match="it has no model type later; known are"):
+        patch("later")
 
 
 def test_saving_and_loading_are_unchanged(qwen: Any, ids: Tensor, tmp_path: Any):
@@ -452,41 +402,6 @@ def test_targets(qwen: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(families, "FAMILIES", {})
     with pytest.raises(ValueError, match="as long as no model type is loaded"):
         patch()
-
-
-# --- up to 5.14: the layers keep the functions -----------------------------------------------------------------------
-
-
-def test_functions_that_layers_keep_are_replaced_on_them(old: OldModel):
-    x = torch.randn(1, T, 32)
-    with torch.no_grad():
-        stock = old(inputs_embeds=x)
-        with patch(old) as patched:
-            assert far(old(inputs_embeds=x), stock) < STOCK
-            packed = old(inputs_embeds=x, position_ids=positions(LENGTHS))
-            numbers = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))[None]
-            assert far(old(inputs_embeds=x, seq_idx=numbers), packed) < SEPARATE
-            old.layers[1](x[:, :5])  # alone: boundaries end with their call
-            alone = torch.cat([old(inputs_embeds=part) for part in x.split(LENGTHS, 1)], 1)
-            assert far(packed, alone) < SEPARATE
-        assert torch.equal(old(inputs_embeds=x), stock)
-    assert len(patched.report.replaced) == 2 * 4 + 1
-    assert old.layers[0].causal_conv1d_fn is None and "forward" not in vars(old)
-
-
-def test_unsupported_calls_of_old_versions_are_refused(old: OldModel):
-    x, packed = torch.randn(1, T, 32), {"position_ids": positions(LENGTHS)}
-    with pytest.raises(ValueError, match="target must be a model with transformers"):
-        patch("old")
-    with patch(old):
-        old.gradient_checkpointing = True
-        with pytest.raises(ValueError, match="gradient checkpointing must be off"):
-            old(inputs_embeds=x, **packed)
-        old.gradient_checkpointing = False
-        del old.layers[1].causal_conv1d_fn
-        with pytest.raises(ValueError, match=r"convolution of layers\.1 knows no boundaries"):
-            old(inputs_embeds=x, **packed)
-        old.layers[1].causal_conv1d_fn = None
 
 
 def test_without_transformers_the_error_names_the_package(monkeypatch):

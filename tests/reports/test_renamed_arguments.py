@@ -22,26 +22,20 @@ IDS = torch.zeros(1, 4, dtype=torch.int64)
 RIGHT = {"attention_mask": torch.tensor([[1, 1, 1, 0]])}
 PACKED = {"position_ids": torch.tensor([[0, 1, 0, 1]])}
 SIGNATURE = "self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs"
-RULE = (
-    "query, key, value, g, beta, chunk_size, initial_state, output_final_state, use_qk_l2norm_in_kernel, **model_kwargs"
-)
+STATE = "initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False"
+CHUNK = f"query, key, value, g, beta, chunk_size=64, {STATE}, **kwargs"
+RECURRENT = f"query, key, value, g, beta, {STATE}, **kwargs"
+CONV = "hidden_states, weight, bias=None, activation=None, **kwargs"
+UPDATE = "hidden_states, conv_state, weight, bias=None, activation=None"
 
 
-def function(parameters: str, result: Any = None) -> Any:
-    """A function with the signature of a modelling file that returns its keywords, or a given result."""
+def function(parameters: str) -> Any:
+    """A function with the parameters of a modelling file that returns its keywords."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        return kwargs if result is None else result
+        return kwargs
 
-    kinds = inspect.Parameter
-    called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            kinds(name.strip("*"), kinds.VAR_KEYWORD)
-            if name.startswith("**")
-            else kinds(name, kinds.POSITIONAL_OR_KEYWORD, default=None)
-            for name in parameters.split(", ")
-        ]
-    )
+    called.__signature__ = inspect.signature(eval(f"lambda {parameters}: None"))  # type: ignore[attr-defined]
     return called
 
 
@@ -49,12 +43,12 @@ def function(parameters: str, result: Any = None) -> Any:
 def future_module(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A modelling file whose parameter names can be changed."""
     module: Any = ModuleType("transformers.models.later.modeling_later")
-    module.torch_chunk_gated_delta_rule = function(RULE)
-    module.torch_recurrent_gated_delta_rule = function(RULE)
-    module.causal_conv1d_fn = function("hidden_states, weight, bias, activation, **kwargs")
-    module.causal_conv1d_update = function("hidden_states, conv_state, weight, bias, activation")
+    module.torch_chunk_gated_delta_rule = function(CHUNK)
+    module.torch_recurrent_gated_delta_rule = function(RECURRENT)
+    module.causal_conv1d_fn = function(CONV)
+    module.causal_conv1d_update = function(UPDATE)
     module.LaterModel = type("LaterModel", (nn.Module,), {"forward": function(SIGNATURE)})
-    module.LaterNorm = type("LaterNorm", (nn.Module,), {"forward": function("self, hidden_states, gate")})
+    module.LaterNorm = type("LaterNorm", (nn.Module,), {"forward": function("self, hidden_states, gate=None")})
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(families.FAMILIES, "later", families.Family("later", "LaterModel", "LaterNorm"))
     return module
@@ -94,24 +88,67 @@ def test_a_forward_with_other_parameters_is_refused_when_it_is_patched(future_mo
 
 
 @pytest.mark.parametrize(
-    "owner, parameters, missing",
+    "owner, parameters, found",
     [
-        ("torch_chunk_gated_delta_rule", RULE.replace("initial_state", "state"), "initial_state"),
-        ("torch_recurrent_gated_delta_rule", RULE.replace("output_final_state, ", ""), "output_final_state"),
-        ("causal_conv1d_fn", "hidden_states, weight, bias, act, **kwargs", "activation"),
-        ("causal_conv1d_update", "hidden_states, state, weight, bias, activation", "conv_state"),
-        ("LaterNorm", "self, hidden_states, z", "gate"),
+        ("torch_chunk_gated_delta_rule", CHUNK.replace("initial_state", "state"), "no parameter initial_state and an"),
+        ("torch_chunk_gated_delta_rule", CHUNK.replace("**", "softcap=None, **"), "an unknown parameter softcap"),
+        (
+            "torch_recurrent_gated_delta_rule",
+            RECURRENT.replace("output_final_state=False, ", ""),
+            "no parameter output_f",
+        ),
+        ("causal_conv1d_fn", CONV.replace("activation", "act"), "no parameter activation and an unknown"),
+        ("causal_conv1d_update", UPDATE.replace("conv_state", "state"), "no parameter conv_state and an unknown"),
+        (
+            "causal_conv1d_update",
+            "conv_state, hidden_states, weight, bias=None, activation=None",
+            "its parameters in the order",
+        ),
+        ("LaterNorm", "self, hidden_states, z", "no parameter gate and an unknown parameter z"),
     ],
 )
 def test_functions_with_other_parameters_are_refused_when_they_are_patched(
-    future_module: Any, owner: str, parameters: str, missing: str
+    future_module: Any, owner: str, parameters: str, found: str
 ):
     if owner == "LaterNorm":
         future_module.LaterNorm.forward = function(parameters)
     else:
         setattr(future_module, owner, function(parameters))
-    with pytest.raises(UnsupportedError, match=f"{owner}.* has no parameter {missing}"):
+    with pytest.raises(UnsupportedError, match=f"{owner}.* has {found}"):
         patch("later", norm=True)
+
+
+def test_another_default_is_refused_when_it_is_patched(future_module: Any):
+    """A layer that leaves the argument out would get the replacement's default."""
+    future_module.torch_chunk_gated_delta_rule = function(CHUNK.replace("kernel=False", "kernel=True"))
+    with pytest.raises(UnsupportedError, match="the default True for use_qk_l2norm_in_kernel, expected the default F"):
+        patch("later")
+
+
+def test_functions_that_are_modules_are_read_by_their_forward(future_module: Any):
+    """The package `kernels` makes a module of every function; it was refused as one without parameters."""
+
+    class Func(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return kwargs
+
+    Func.forward.__signature__ = function(f"self, {CHUNK}").__signature__  # type: ignore[attr-defined]
+    future_module.torch_chunk_gated_delta_rule = Func()
+    with patch("later"):
+        assert not isinstance(future_module.torch_chunk_gated_delta_rule, nn.Module)
+    Func.forward.__signature__ = function(f"self, {RECURRENT}").__signature__  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedError, match="no parameter chunk_size"):
+        patch("later")
+
+
+def test_a_dict_of_masks_without_the_recurrent_layers_is_refused(future_module: Any):
+    """Its padding was not looked for, so a renamed layer type would have hidden it."""
+    masks = {"full_attention": None, "recurrent": RIGHT["attention_mask"]}
+    with (
+        patch("later"),
+        pytest.raises(ValueError, match=r"an entry 'linear_attention' .*got full_attention, recurrent"),
+    ):
+        future_module.LaterModel()(IDS, attention_mask=masks, past_key_values=object())
 
 
 def test_a_layer_that_does_not_get_the_boundaries_is_refused(future_module: Any):

@@ -3,9 +3,9 @@
     with patch(model):
         model(input_ids, position_ids=...)
 
-A patch rebinds the functions that a modelling file calls (transformers 5.15 and later) or stores on its layers (4.57 to
-5.14). It also intercepts `forward` of the text model's class, even if a hook or wrapper replaced it on an instance.
-Parameters, configurations, loading and saving are unchanged.
+A patch rebinds the functions that a modelling file calls (transformers 5.15 and later). It also intercepts `forward` of
+the text model's class, even if a hook or wrapper replaced it on an instance. Parameters, configurations, loading and
+saving are unchanged.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch import nn
 
 from wyfold.integrations.transformers.families import FAMILIES, Family, chosen
-from wyfold.integrations.transformers.installation import Installation, Options, installed
+from wyfold.integrations.transformers.installation import Installation, Options, installed, refuse_old
 from wyfold.integrations.transformers.report import Replaced, Report
 from wyfold.runtime import check
 
@@ -60,9 +60,8 @@ def patch(
     Replaces the chunked and the recurrent delta rule, the short convolution of a sequence and of one token, and
     optionally the gated norm. Each call is checked separately for support of its device, dtype and head size.
 
-    Since transformers 5.15 the functions belong to a model type, so the patch affects every model of the type. Before,
-    they belong to the layers of one model, which must be given as target. A second patch of a type shares the first
-    one's replacements if its options are the same; the last `undo` restores everything.
+    The functions belong to a model type, so the patch affects every model of the type. A second patch of a type shares
+    the first one's replacements if its options are the same; the last `undo` restores everything.
 
     Hooks and wrappers of the model may be added before or after the patch, and removed before or after `undo`:
     `accelerate.dispatch_model`, `cpu_offload`, `Accelerator.prepare`, peft, `torch.compile`, FSDP. A bound method saved
@@ -70,7 +69,8 @@ def patch(
 
     Args:
         target: A model; or names of model types ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid",
-            "kimi_linear", "bailing_hybrid", "glm5_next"); or None for each of these types that is imported.
+            "lara_mini", "kimi_linear", "bailing_hybrid", "glm5_next"); or None for each of these types that is
+            imported.
         packing: Separate documents packed into a row, given by restarting `position_ids`, `cu_seq_lens_q` or `seq_idx`.
             Attention, convolution and recurrence get the same boundaries, and no cache is kept. Reading positions
             synchronises with the device once per forward. Packed documents of "qwen4_exp" and "glm5_next" are refused,
@@ -88,7 +88,8 @@ def patch(
         TypeError: target is neither a model nor names.
         ValueError: A model type is unknown, there is nothing to patch, or an active patch of the type has other
             options.
-        UnsupportedError: This version of transformers keeps its functions elsewhere, or with other parameters.
+        UnsupportedError: transformers is older than 5.15, lacks the model type, or keeps its functions elsewhere or
+            with other parameters.
 
     A patched model raises ValueError for packed documents with a cache, with padding, or with a four-dimensional mask
     that connects documents; for positions or boundaries that contradict each other; and, on the CPU and inside
@@ -104,11 +105,12 @@ def patch(
             "patch: needs transformers, which is not installed: pip install transformers", name=error.name
         ) from error
     version = transformers.__version__
+    refuse_old(version)
     options = Options(packing, norm, on_unsupported)
     patched = Patch(Report(version))
     try:
         for family in families:
-            patched._join(installed(family, options, target, version), target)
+            patched._join(installed(family, options, version), target)
     except BaseException:
         patched.undo()
         raise

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 from torch import nn
 
@@ -48,25 +46,8 @@ class Family:
         return importlib.import_module(self.module_name)
 
     @property
-    def on_layers(self) -> bool:
-        """Whether this version of transformers stores the functions as attributes of each layer.
-
-        Up to 5.14 a layer chose them when created; since 5.15 they are looked up in the module at every call.
-        """
-        return "is_fast_path_available" in vars(self.module)
-
-    def text_models(self, model: nn.Module) -> dict[type[nn.Module], list[nn.Module]]:
-        """Instances of the class that receives positions, grouped by class; wrappers may derive from it."""
-        found: dict[type[nn.Module], list[nn.Module]] = {}
-        for part in model.modules():
-            for cls in type(part).__mro__:
-                if cls.__name__ == self.model:
-                    found.setdefault(cls, []).append(part)
-        return found
-
-    @property
     def functions(self) -> dict[str, str]:
-        """Purpose -> name of the function in the module, since 5.15."""
+        """Purpose -> name of the function in the module."""
         chunk, recurrent = (
             ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
             if self.channel
@@ -80,14 +61,6 @@ class Family:
         }
 
 
-ON_LAYERS = {
-    "chunk": "chunk_gated_delta_rule",
-    "recurrent": "recurrent_gated_delta_rule",
-    "conv": "causal_conv1d_fn",
-    "conv_update": "causal_conv1d_update",
-}
-"""Purpose -> name of the layer's attribute, up to 5.14, which had no KDA models."""
-
 FAMILIES = {
     family.name: family
     for family in (
@@ -96,6 +69,7 @@ FAMILIES = {
         Family("qwen3_5_moe", "Qwen3_5MoeTextModel", "Qwen3_5MoeRMSNormGated"),
         Family("qwen4_exp", "Qwen4ExpTextModel", "Qwen4ExpTextRMSNormGated", separable=False),
         Family("olmo_hybrid", "OlmoHybridModel", "OlmoHybridRMSNormGated"),
+        Family("lara_mini", "LaraMiniModel", "LaraMiniRMSNormGated", rounds=False),
         Family("kimi_linear", "KimiLinearModel", "KimiLinearRMSNormGated", channel=True, rounds=False),
         Family("bailing_hybrid", "BailingHybridModel", "BailingHybridRMSNormGated", channel=True, rounds=False),
         Family(
@@ -135,10 +109,3 @@ def chosen(target: nn.Module | str | list[str] | tuple[str, ...] | None) -> list
         if name not in FAMILIES:
             raise ValueError(f"patch: target must be of {known}, got {name!r}")
     return [FAMILIES[name] for name in dict.fromkeys(names)]
-
-
-def layers_of(model: nn.Module, family: Family) -> Iterator[tuple[str, Any]]:
-    """(path, layer) of every layer of a model that stores the functions itself."""
-    for path, part in model.named_modules():
-        if ON_LAYERS["chunk"] in vars(part) and any(cls.__module__ == family.module_name for cls in type(part).__mro__):
-            yield path, part

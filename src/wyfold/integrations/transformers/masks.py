@@ -19,10 +19,23 @@ RECURRENT = "linear_attention"
 """Layer type of the delta-rule layers in a dict of masks."""
 
 
-def padding(mask: Any, T: int) -> Tensor | None:
-    """[B, T] padding mask of this call's tokens, zero for padding; None without a two-dimensional mask."""
+def padding(op: str, mask: Any, T: int) -> Tensor | None:
+    """[B, T] padding mask of this call's tokens, zero for padding; None without a two-dimensional mask.
+
+    Args:
+        op: Name for messages.
+        mask: Mask in any form.
+        T: Number of tokens of the call.
+
+    Raises:
+        ValueError: A dict has no entry for recurrent layers, so its padding cannot be found.
+    """
     if isinstance(mask, dict):
-        mask = mask.get(RECURRENT)
+        if RECURRENT not in mask:
+            raise ValueError(
+                f"{op}: attention_mask must have an entry {RECURRENT!r} where it is a dict, got {', '.join(mask)}"
+            )
+        mask = mask[RECURRENT]
     return mask[:, -T:] if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 

@@ -48,7 +48,7 @@ def settled(op: str, call: Call) -> Call:
         return call
     B, T = tokens.shape[:2]
     cached = any(call.get(name) is not None for name in CACHES)
-    mask = padding(call.get("attention_mask"), T)
+    mask = padding(op, call.get("attention_mask"), T)
     mask = None if mask is None else mask.to(tokens.device)
     if cached and mask is not None:
         _refuse_right_padding(op, mask)
