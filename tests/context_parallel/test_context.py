@@ -249,7 +249,10 @@ MODULES = {
     "GatedDeltaNet": Modules(lambda: layers.GatedDeltaNet(24, 2, 4, 16, 8), "zigzag"),
     "KimiDeltaAttention": Modules(lambda: layers.KimiDeltaAttention(24, 2, 4, 16, 8), "contiguous"),
     "TTTLinear": Modules(lambda: layers.TTTLinear(24, 2, 4, 16), "fragments"),
-    "SoftmaxAttention": Modules(lambda: layers.SoftmaxAttention(24, 4, 2, 8, window=30), "zigzag"),
+    "SoftmaxAttention": Modules(lambda: layers.SoftmaxAttention(24, 4, 2, 8), "contiguous"),
+    "window, zigzag": Modules(lambda: layers.SoftmaxAttention(24, 4, 2, 8, window=30), "zigzag"),
+    "window over short pieces": Modules(lambda: layers.SoftmaxAttention(24, 4, 2, 8, window=41), "fragments"),
+    "window of one key": Modules(lambda: layers.SoftmaxAttention(24, 2, 1, 8, window=1), "contiguous"),
     "Decoder": Modules(
         lambda: Decoder(DecoderConfig(hidden_size=24, num_layers=2, pattern="kda attention", num_heads=2, head_dim=8)),
         "contiguous",

@@ -1,4 +1,4 @@
-"""Collectives of a process group: all-gathers, and the check that ranks agree on their next call.
+"""Collectives of a process group: all-gather, all-to-all, and the check that ranks agree on their next call.
 
 torch.distributed is imported only when a context is made, because PyTorch can be built without it.
 """
@@ -88,6 +88,8 @@ def count_sent_bytes() -> Iterator[list[int]]:
 
 def all_gather(x: Tensor, group: Any) -> Tensor:
     """All-gather x: [world, *x.shape] in the order of ranks; the shape must be the same on all ranks."""
+    if not torch.compiler.is_compiling():
+        return wait_gathered(all_gather_async(x.contiguous(), group))
     import torch.distributed as dist
 
     world = dist.get_world_size(group)
@@ -118,10 +120,27 @@ def all_gather_async(x: Tensor, group: Any) -> Tensor:
 
 
 def wait_gathered(x: Tensor) -> Tensor:
-    """Wait for an `all_gather_async` result: work launched after this waits for it on the device. Return x."""
+    """Wait for the result of a collective: work launched after this waits for it on the device. Return x."""
     if not torch.compiler.is_compiling():
         recording.wait_collective(x)
     return x
+
+
+def all_to_all(x: Tensor, group: Any) -> Tensor:
+    """Send x[r] to rank r; entry r of the result is from rank r. The shape must be the same on all ranks.
+
+    Args:
+        x: [world, ...].
+        group: Process group.
+    """
+    if torch.compiler.is_compiling():
+        return all_gather(x, group)[:, rank_and_size(group)[0]]
+    if not _sends(x):
+        return torch.empty_like(x)
+    one_row_a_rank = [1] * x.shape[0]
+    launch = torch.ops._c10d_functional.all_to_all_single
+    found: Tensor = launch(x.flatten(1).contiguous(), one_row_a_rank, one_row_a_rank, group.group_name)
+    return wait_gathered(found).view(x.shape)
 
 
 def _sends(x: Tensor) -> bool:

@@ -182,7 +182,8 @@ class ContextParallel:
             lambda _: self._alike_on_ranks(x, dim % x.dim()),
             kind=_kind_of_unshard(x, dim),
         )
-        return self.unshard_compared(x, dim)
+        whole: Tensor = _Unshard.apply(x, dim, self)
+        return whole
 
     def _alike_on_ranks(self, x: Tensor, dim: int) -> dict[str, object]:
         """Metadata that must be equal on all ranks that unshard x."""
@@ -281,14 +282,13 @@ class ContextParallel:
             ("backward_routes", device), lambda: torch.tensor(backward_routes(self.partition, self.rank), device=device)
         )
 
-    def unshard_compared(self, x: Tensor, dim: int) -> Tensor:
-        """`unshard` without the checks of x."""
-        whole: Tensor = _Unshard.apply(x, dim, self)
-        return whole
-
     def all_gather(self, x: Tensor) -> Tensor:
         """`collectives.all_gather` in this group; x must have the same shape and dtype on all ranks."""
         return collectives.all_gather(x, self.group)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """`collectives.all_to_all` in this group."""
+        return collectives.all_to_all(x, self.group)
 
     def all_gather_async(self, x: Tensor) -> Tensor:
         """`collectives.all_gather_async` in this group; `collectives.wait_gathered` waits for the result."""

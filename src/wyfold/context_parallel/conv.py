@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from wyfold.autograd.conv import DIFFERENTIABLE, ConvTensors, backward_op, forward_op
 from wyfold.context_parallel.collectives import after
@@ -54,11 +55,18 @@ class ConvAcrossRanks(torch.autograd.Function):
         local = [*needs[:-1], True]
         found = iter(backward_op(*halo.packed(t, entering), dy, dlatest, local, *ctx.options))
         gradients = [next(found) if need else None for need in local]
-        gathered = halo.gather_gradients(gradients[-1])
-        gradients = [None if dx is None else after(dx, gathered) for dx in gradients]
-        dx, dstarting = gradients[0], halo.add_received(gathered, gradients[-1], gradients[0])
-        gradients[0] = None if dx is None else dx.view(t.x.shape)
-        gradients[-1] = dstarting.to(t.initial_state.dtype) if t.initial_state is not None and needs[-1] else None
+        dentering: Any = gradients.pop()
+        gathered = halo.gather_gradients(dentering)
+        gradients, dentering = (
+            [None if dx is None else after(dx, gathered) for dx in gradients],
+            after(dentering, gathered),
+        )
+        halo.add_received(gathered, dentering, gradients[0])
+        gradients[0] = None if gradients[0] is None else gradients[0].view(t.x.shape)
+        dstarting: Tensor | None = None
+        if t.initial_state is not None and needs[-1]:
+            dstarting = dentering[halo.context.starting_pieces(halo.B, dentering.device)].to(t.initial_state.dtype)
+        gradients.append(dstarting)
         residual = DIFFERENTIABLE - 2
         if (dresidual := gradients[residual]) is not None:
             gradients[residual] = dresidual.view(t.x.shape)
@@ -103,7 +111,7 @@ class _Halo:
         for piece in pieces:
             if piece.outgoing >= 0:
                 n, end = self.own_inputs(piece), piece.offset + piece.length
-                if piece.first:
+                if piece.first and n < self.width:
                     send_buffer[piece.outgoing, ..., : self.width - n] = entering[self.rows(piece)][..., n:]
                 send_buffer[piece.outgoing, ..., self.width - n :] = x[:, end - n : end].transpose(1, 2)
         gathered = self.context.all_gather(send_buffer)
@@ -111,11 +119,10 @@ class _Halo:
         for chain in partition.chains:
             latest = gathered[chain[0].rank, chain[0].outgoing]
             for before, piece in pairwise(chain):
-                if not before.first:
-                    n = self.own_inputs(before)
-                    latest = torch.cat(
-                        [latest[..., n:], gathered[before.rank, before.outgoing][..., self.width - n :]], -1
-                    )
+                n, sent = self.own_inputs(before), gathered[before.rank, before.outgoing]
+                # A first piece has sent the inputs before it too. A piece of `width` tokens or more needs none of them.
+                whole = before.first or n == self.width
+                latest = sent if whole else torch.cat([latest[..., n:], sent[..., self.width - n :]], -1)
                 if piece.rank == self.context.rank:
                     entering[self.rows(piece)] = latest
         return entering
@@ -132,29 +139,26 @@ class _Halo:
                 send_buffer[piece.incoming] = dentering[self.rows(piece)]
         return self.context.all_gather(after(send_buffer, dentering))
 
-    def add_received(self, gathered: Tensor, dentering: Tensor, dx: Tensor | None) -> Tensor:
+    def add_received(self, gathered: Tensor, dentering: Tensor, dx: Tensor | None) -> None:
         """Add the gathered gradients of halos to the gradients of this rank's inputs and initial states.
 
         Args:
             gathered: Result of `gather_gradients`.
             dentering: [B pieces, D, width] gradients of this rank's halos; updated in place.
             dx: [1, B T, D] gradient of this rank's x, updated in place; or None.
-
-        Returns:
-            [B starts, D, width] gradient of the initial states of the sequences that begin on this rank.
         """
         for chain in self.context.partition.chains:
-            dlatest = torch.zeros_like(gathered[0, 0])
+            dlatest = gathered[chain[-1].rank, chain[-1].incoming]
             for later, piece in pairwise(reversed(chain)):
-                n = self.own_inputs(later)
-                passed_on = torch.cat([dlatest.new_zeros(*dlatest.shape[:-1], n), dlatest[..., : self.width - n]], -1)
-                dlatest = gathered[later.rank, later.incoming] + (0 if later.last else passed_on)
+                n, received = self.own_inputs(later), gathered[later.rank, later.incoming]
+                # Inputs before a piece reach past it only if it has fewer than `width` tokens.
+                whole = later.last or n == self.width
+                dlatest = received if whole else received + pad(dlatest[..., : self.width - n], (n, 0))
                 if piece.rank != self.context.rank:
                     continue
                 n, end = self.own_inputs(piece), piece.offset + piece.length
                 if dx is not None:
                     rows = dx.view(self.B, self.T, self.D)[:, end - n : end]
                     rows += dlatest[..., self.width - n :].transpose(1, 2).to(dx.dtype)
-                if piece.first:
+                if piece.first and n < self.width:
                     dentering[self.rows(piece)][..., n:] += dlatest[..., : self.width - n]
-        return dentering[self.context.starting_pieces(self.B, gathered.device)]

@@ -7,13 +7,15 @@ its case: causal attention, blocks of one window, a mask over cached keys, or a 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from wyfold.context_parallel.context import ContextParallel
+from wyfold.context_parallel.preceding import with_preceding_rows
 from wyfold.layers.cache import LayerCache, sequences
 from wyfold.layers.rotary import rotate
 from wyfold.runtime import check
@@ -86,7 +88,8 @@ class SoftmaxAttention(nn.Module):
                 where there is no key; the call continues from these and replaces them. An empty cache starts new
                 sequences.
             cp_context: From `wyfold.cp.build_cp_context`, instead of layout and cache. x is this rank's shard of the
-                tokens. Keys and values are all-gathered; the mask has T rows and a column for each token of the group.
+                tokens. Ranks send the keys and values that precede other ranks' tokens: with a window only its last
+                ones, otherwise all.
 
         Returns:
             y: [B, T, hidden_size], dtype of x. Exact zeros past the last boundary.
@@ -177,21 +180,23 @@ def _positions(x: Tensor, layout: SequenceLayout | None, past: Keys | None) -> T
 
 
 def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """PyTorch's attention on [B, T, H, D] tensors; causal without a mask."""
+    """PyTorch's attention on [B, T, H, D] tensors; without a mask causal, the last query seeing the last key."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = bool(k.shape[1] != q.shape[1])  # a tensor while torch.jit traces
-    o = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+    if mask is None and k.shape[2] != q.shape[2]:
+        # On a GPU PyTorch has kernels that need no mask of T rows and S columns, for as many key heads as query heads.
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        causal: Any = causal_lower_right(q.shape[2], k.shape[2])
+        o = scaled_dot_product_attention(q, k, v, attn_mask=causal)
+    else:
+        o = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
     return o.transpose(1, 2)
 
 
 def _attend(q: Tensor, fresh: Keys, past: Keys | None, window: int | None) -> tuple[Tensor, Keys]:
     """Attention where each row is a sequence; returns the output and the keys to cache."""
     if past is None:
-        if window is None or q.shape[1] <= window:
-            o = _softmax_attention(q, fresh.keys, fresh.values, None)
-        else:
-            o = _attend_blocks(q, fresh.keys, fresh.values, window)
-        return o, fresh.last(window)
+        return _attend_after(q, fresh.keys, fresh.values, window), fresh.last(window)
     seen = past.last(None if window is None else window - 1).then(fresh)
     mask = _visible(fresh.positions[:, :, None], seen.positions[:, None, :], window) & (seen.positions >= 0)[:, None, :]
     return _softmax_attention(q, seen.keys, seen.values, mask[:, None]), seen.last(window)
@@ -202,13 +207,19 @@ def _visible(query: Tensor, key: Tensor, window: int | None) -> Tensor:
     return key <= query if window is None else (key <= query) & (key > query - window)
 
 
-def _attend_blocks(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Windowed attention of T > window tokens in blocks of `window` queries: time and memory grow with T * window.
+def _attend_blocks(q: Tensor, k: Tensor, v: Tensor, window: int, head: Tensor) -> Tensor:
+    """Windowed attention of T tokens in blocks of `window` queries: time and memory grow with T * window.
 
-    A block attends to itself and the block before it, so the first is causal attention and all others share one mask.
+    A block attends to itself and the block before it, so all but the first share one mask.
+
+    Args:
+        q, k, v: [B, T, H, D].
+        window: Number of keys a query attends to.
+        head: [B, min(T, window), H, D] output of the first block.
     """
     B, T, H, D = q.shape
-    head = _softmax_attention(q[:, :window], k[:, :window], v[:, :window], None)
+    if T <= window:
+        return head
     short = -T % window
     queries = pad(q[:, window:], (0, 0, 0, 0, 0, short)).reshape(-1, window, H, D)
     # Padding keys come after every actual query, so the causal mask hides them.
@@ -230,16 +241,30 @@ def _attend_masked(q: Tensor, fresh: Keys, layout: SequenceLayout, window: int |
 
 
 def _attend_across(q: Tensor, fresh: Keys, context: ContextParallel, window: int | None) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks, with one [T, total] mask."""
-    keys, values = context.unshard_compared(torch.stack([fresh.keys, fresh.values]), dim=2).unbind()
-    whole = context.whole
-    ids, positions = context.sequence_ids(q.device)[0], fresh.positions[0]
-    others, places = whole.sequence_ids.to(q.device), whole.positions.to(q.device)
-    mask = (ids[:, None] == others) & _visible(positions[:, None], places, window)
-    # Rows past the last boundary may hold infinities, and zero times infinity would be NaN in other rows.
-    real, given = (ids >= 0)[:, None, None], (others >= 0)[:, None, None]
-    q, keys, values = torch.where(real, q, 0), torch.where(given, keys, 0), torch.where(given, values, 0)
-    return torch.where(real, _softmax_attention(q, keys, values, mask), 0)
+    """Attention of this rank's queries, piece by piece, to the keys that precede them on this and other ranks."""
+    rows = torch.stack([fresh.keys, fresh.values]).movedim(2, 0)
+    rows, before = with_preceding_rows(rows, context, None if window is None else window - 1)
+    sizes = [n + piece.length for n, piece in zip(before, context.pieces, strict=True)]
+    outputs = []
+    for piece, seen in zip(context.pieces, rows.movedim(0, 2).split(sizes, dim=2), strict=True):
+        if piece.length:
+            keys, values = seen
+            outputs.append(_attend_after(q[:, piece.offset : piece.offset + piece.length], keys, values, window))
+    # Rows past the last boundary are zeros. The empty sum makes every rank take part in the backward of the rows.
+    rest = q.new_zeros(q.shape[0], q.shape[1] - sum(o.shape[1] for o in outputs), *q.shape[2:]) + rows[:0].sum()
+    return torch.cat([*outputs, rest], dim=1)
+
+
+def _attend_after(q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+    """Attention of T queries to S >= T keys that end at the last query: fewer than `window` of them come before."""
+    T, S = q.shape[1], keys.shape[1]
+    if window is None or S <= window:
+        return _softmax_attention(q, keys, values, None)
+    first = min(T, window)
+    token = torch.arange(S - T + first, device=q.device)
+    mask = None if S == T else _visible(token[S - T :, None], token, window)
+    head = _softmax_attention(q[:, :first], keys[:, : S - T + first], values[:, : S - T + first], mask)
+    return _attend_blocks(q, keys[:, S - T :], values[:, S - T :], window, head)
 
 
 def _attend_each(
