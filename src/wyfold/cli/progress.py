@@ -1,11 +1,35 @@
-"""Progress of a training run: a live bar on a terminal, occasional lines in a log."""
+"""Progress of a training run: a live bar on a terminal, occasional lines in a log, and the reason of a long wait."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+PATIENCE_S = 4.0
+"""Seconds after which a wait is explained."""
+
+
+@contextmanager
+def explain_wait(reason: str, is_main: bool = True) -> Iterator[None]:
+    """Print the reason of a wait to standard error if the block takes longer than `PATIENCE_S`.
+
+    Args:
+        reason: A clause that follows "please wait: ".
+        is_main: Whether this process prints for all.
+    """
+    console = Console(stderr=True, highlight=False, quiet=not is_main)
+    timer = threading.Timer(PATIENCE_S, console.print, [f"please wait: {reason}"], {"markup": False, "soft_wrap": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Display:
@@ -33,7 +57,7 @@ class Display:
             console=self.console,
             disable=not self.live,
         )
-        self.total = total
+        self.total, self.reported = total, False
         self.task = self.bar.add_task("training", total=total, completed=start, figures="")
 
     def __enter__(self) -> Display:
@@ -46,10 +70,11 @@ class Display:
         self.bar.stop()
 
     def step(self, step: int, figures: str) -> None:
-        """Show the metrics of the step that was just taken."""
+        """Show the metrics of the step that was just taken. A log has the first step, and then every n-th."""
         self.bar.update(self.task, completed=step, figures=figures)
-        if not self.live and (step % self.every == 0 or step == self.total):
+        if not self.live and (not self.reported or step % self.every == 0 or step == self.total):
             self.say(f"step {step}{f'/{self.total}' if self.total else ''}  {figures}")
+        self.reported = True
 
     def say(self, line: str) -> None:
         self.console.print(line, markup=False, soft_wrap=True)

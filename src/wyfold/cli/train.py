@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import shlex
 import statistics
 from collections.abc import Iterator, Mapping
@@ -246,12 +247,14 @@ def run(args: argparse.Namespace) -> int:
 
     from wyfold.cli import integrity, mfu
     from wyfold.cli.distributed import leave
+    from wyfold.cli.progress import explain_wait
     from wyfold.cli.trainer import Trainer
     from wyfold.context_parallel.watchdog import RankLost
 
     args.device = found_device(args.device)
     source, digest, about = _source(args, texts)
-    world = _world(args)
+    with explain_wait("all processes of this run must start", os.environ.get("RANK", "0") == "0"):
+        world = _world(args)
     recipe = _recipe(args, digest, world.replicas)
     peak = mfu.peak(world.device, args.dtype) if args.peak_tflops is None else args.peak_tflops * 1e12
     options: dict[str, Any] = {"recompute": args.recompute, "peak": peak}
@@ -259,7 +262,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         with watch, _writing(args, folder, world):
             _compare(args, recipe, folder, world)
-            trainer = Trainer(recipe, source, folder, args.device, args.backend, world, **options)
+            with explain_wait("the model is built, or read from its checkpoint", world.is_main):
+                trainer = Trainer(recipe, source, folder, args.device, args.backend, world, **options)
             if world.cp * world.replicas > 1:
                 about += f"; {world.replicas} x {world.cp} processes, replicas times ranks of a replica"
             if world.is_main and kept:

@@ -20,7 +20,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -36,7 +36,7 @@ from wyfold.cli.distributed import World
 from wyfold.cli.integrity import MODEL, RANDOM, SHARDS, TENSORS, DamagedError
 from wyfold.cli.objectives import objective_of
 from wyfold.cli.prefetch import BatchPrefetcher, StepMetrics
-from wyfold.cli.progress import Display
+from wyfold.cli.progress import Display, explain_wait
 from wyfold.cli.recipe import Recipe, build, optimizer, stored_in
 from wyfold.cli.rundir import CHECKPOINTS, CURVE, HISTORY
 from wyfold.cli.synthetic import Task
@@ -94,6 +94,7 @@ class Trainer:
         self.step, self.elapsed = 0, 0.0
         self.history: list[dict[str, Any]] = []
         self.stopping = False
+        self.explained: set[str] = set()
         behind = self.world.async_metrics
         self.batches = (
             BatchPrefetcher(self.objective.at, self.world.replicas, pinned=self.device.type == "cuda")
@@ -146,16 +147,28 @@ class Trainer:
                     self._show(display, self._read_pending())
                     self._require_finite_parameters()
                 while due and not self.stopping and not self._evaluated(last=self.finished):
-                    display.say(f"step {self.step}: validation {self.objective.describe_evaluation(self.evaluate())}")
+                    with self._explain_first("evaluation"):
+                        entry = self.evaluate()
+                    display.say(f"step {self.step}: validation {self.objective.describe_evaluation(entry)}")
                 if self.stopping or self.finished:
                     break
                 if full:
                     self.save()
                     saved = self.step
-                self._show(display, self._take_step())
+                with self._explain_first("step"):
+                    taken = self._take_step()
+                self._show(display, taken)
             self.save()
         self.draw()
         return self.complete
+
+    def _explain_first(self, what: str) -> AbstractContextManager[None]:
+        """Explain a long wait for the first evaluation, or the first step, of this process."""
+        if what in self.explained:
+            return nullcontext()
+        self.explained.add(what)
+        compiled = ", for which kernels are compiled unless they are cached" if self.device.type == "cuda" else ""
+        return explain_wait(f"the first {what} of this process{compiled}", self.world.is_main)
 
     def evaluate(self) -> dict[str, Any]:
         """Evaluate the model and record the entry of the history, which is returned."""
