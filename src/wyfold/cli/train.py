@@ -529,6 +529,8 @@ def finish(trainer: Trainer, save_every: int, about: str) -> int:
     speed = f"speed: {statistics.median(entry['tokens_per_second'] for entry in steps):,.0f} tokens/s"
     shares = [entry["mfu"] for entry in steps if "mfu" in entry]
     say(f"{speed}{f', MFU {statistics.median(shares):.1%}' if shares else ''}, medians of the steps")
+    if trainer.device.type == "cuda":
+        say(f"memory: {trainer.peak_memory / 2**30:.2f} GiB, the peak of one device")
     say(f"curve: {trainer.folder / CURVE}")
     if recipe.task is None:
         say(f'sample from it: wyfold generate {trainer.folder} --prompt "The"')

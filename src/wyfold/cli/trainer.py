@@ -123,6 +123,11 @@ class Trainer:
         """Whether the last step and the last evaluation are done."""
         return self.finished and self._evaluated(last=True)
 
+    @property
+    def peak_memory(self) -> int:
+        """Largest number of bytes that tensors of this process have held on its GPU."""
+        return torch.cuda.max_memory_allocated(self.device)
+
     def progress(self) -> float:
         """Fraction of the run that is done, in [0, 1]."""
         if self.recipe.minutes is not None:
