@@ -4,7 +4,7 @@
 
 A hybrid of 420 million parameters reads the Python sources of the installed packages as bytes, in rows of 65,536. One,
 two and four GPUs share each row (`wyfold train --cp`), with equal batches, so losses must agree. Then each of four GPUs
-has rows of its own, so a step has four times as many tokens. Every figure is what `wyfold train` itself reports; the
+has separate rows, so a step has four times as many tokens. Every figure is what `wyfold train` itself reports; the
 first steps, in which kernels are compiled, are left out of the medians. Without GPUs everything is tiny and over gloo,
 which only tests this file.
 """

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import shlex
 import statistics
 from collections.abc import Iterator, Mapping
@@ -253,7 +252,7 @@ def run(args: argparse.Namespace) -> int:
 
     args.device = found_device(args.device)
     source, digest, about = _source(args, texts)
-    with explain_wait("all processes of this run must start", os.environ.get("RANK", "0") == "0"):
+    with explain_wait("all processes of this run must join it"):  # by every process: none knows its rank yet
         world = _world(args)
     recipe = _recipe(args, digest, world.replicas)
     peak = mfu.peak(world.device, args.dtype) if args.peak_tflops is None else args.peak_tflops * 1e12

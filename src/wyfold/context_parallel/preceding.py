@@ -1,7 +1,7 @@
 """Rows of the tokens that precede a rank's pieces in their sequences, sent by the ranks that hold them.
 
 Softmax attention needs the keys and values of earlier tokens of a sequence: all of them, or as many as its window. The
-partition tells every rank which of its rows others need, so one all-gather moves these rows alone. Example: one
+partition determines on every rank which rows others need, so one all-gather moves these rows alone. Example: one
 sequence of 300 tokens on three ranks, and a window of 17 keys, so that a piece needs the 16 tokens before it.
 
     rank    tokens        sends                receives

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from wyfold.context_parallel.context import ContextParallel
@@ -184,6 +183,8 @@ def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> 
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = bool(k.shape[1] != q.shape[1])  # a tensor while torch.jit traces
     if mask is None and k.shape[2] != q.shape[2]:
+        from torch.nn.attention.bias import causal_lower_right  # imports PyTorch's compiler, for seconds
+
         # On a GPU PyTorch has kernels that need no mask of T rows and S columns, for as many key heads as query heads.
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         causal: Any = causal_lower_right(q.shape[2], k.shape[2])
