@@ -56,6 +56,15 @@ def _installed() -> tuple[int, ...]:
 CACHE = "cache" if _installed() >= (5, 24) else "past_key_values"
 """Name of a model's cache argument and output; 5.24 renamed it."""
 
+
+def skip_older(family: str) -> None:
+    """Skip the running test if the installed transformers lacks a model type."""
+    since = SINCE.get(family, (5, 15))
+    if _installed() < since:
+        wanted = ".".join(map(str, since))
+        pytest.skip(f"{family} needs transformers {wanted} or newer, installed is {version('transformers')}")
+
+
 BOUNDED = ("bailing_hybrid", "glm5_next")
 """Types with log decays from -5 to 0 by a sigmoid, which need a bias for weak decays."""
 
@@ -80,10 +89,7 @@ def hybrid(family: str, **changes: Any) -> Any:
 def _made(family: str, changes: dict[str, Any]) -> Any:
     import transformers
 
-    since = SINCE.get(family, (5, 15))
-    if _installed() < since:
-        wanted = ".".join(map(str, since))
-        pytest.skip(f"{family} needs transformers {wanted} or newer, installed is {transformers.__version__}")
+    skip_older(family)
     qwen = {**SIZES, **GDN}
     experts = {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16}
     if family == "qwen3_next":

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integrations.hybrids import FAMILIES, PICKING, SINCE, hybrid
+from tests.integrations.hybrids import FAMILIES, PICKING, hybrid, skip_older
 
 from wyfold.integrations.transformers import families
 from wyfold.integrations.transformers.arguments import CACHES, FORWARD, difference
@@ -29,9 +29,7 @@ pytestmark = pytest.mark.parametrize("name", sorted(families.FAMILIES))
 
 
 def module(name: str) -> ModuleType:
-    since = SINCE.get(name, (5, 15))
-    if tuple(map(int, transformers.__version__.split(".")[:2])) < since:
-        pytest.skip(f"{name} needs transformers {'.'.join(map(str, since))}, installed is {transformers.__version__}")
+    skip_older(name)
     return families.FAMILIES[name].module
 
 

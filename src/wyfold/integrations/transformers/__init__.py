@@ -13,11 +13,21 @@ from __future__ import annotations
 from torch import nn
 
 from wyfold.integrations.transformers.families import FAMILIES, Family, chosen
+from wyfold.integrations.transformers.hub import kernel_mapping, write_kernel_repository
 from wyfold.integrations.transformers.installation import Installation, Options, installed, refuse_old
 from wyfold.integrations.transformers.report import Replaced, Report
 from wyfold.runtime import check
 
-__all__ = ["FAMILIES", "Family", "Patch", "Replaced", "Report", "patch"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "Patch",
+    "Replaced",
+    "Report",
+    "kernel_mapping",
+    "patch",
+    "write_kernel_repository",
+]
 
 
 class Patch:
