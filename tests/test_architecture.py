@@ -540,7 +540,8 @@ def test_importing_needs_only_torch_and_initialises_no_device():
                 if root not in allowed and root not in sys.stdlib_module_names:
                     raise ImportError(f"import wyfold wants {name}")
         sys.meta_path.insert(0, Refuse())
-        import wyfold, wyfold.integrations.fla, wyfold.integrations.transformers, wyfold.integrations.vllm
+        import wyfold, wyfold.integrations.fla, wyfold.integrations.transformers
+        import wyfold.integrations.sglang, wyfold.integrations.vllm
         for name in wyfold.__all__:  # each is imported when it is first used
             getattr(wyfold, name)
         assert not torch.cuda.is_initialized()

@@ -167,19 +167,20 @@ def logged(name: str) -> Iterator[list[tuple[str, str]]]:
 
 
 @contextlib.contextmanager
-def stub_module(folder: Path, name: str, source: str) -> Iterator[Callable[[], ModuleType]]:
-    """Importer of a stub written below `folder` under an engine's module name, removed from `sys.modules` after."""
-    file = folder / (name.replace(".", "/") + ".py")
-    file.parent.mkdir(parents=True)
-    for package in file.relative_to(folder).parents[:-1]:
-        (folder / package / "__init__.py").touch()
-    file.write_text(source, encoding="utf-8")
-    root = name.partition(".")[0]
+def stub_module(folder: Path, stubs: dict[str, str]) -> Iterator[Callable[[str], ModuleType]]:
+    """Importer of stubs of an engine's modules, name -> source, which are removed from `sys.modules` afterwards."""
+    for name, source in stubs.items():
+        file = folder / (name.replace(".", "/") + ".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        for package in file.relative_to(folder).parents[:-1]:
+            (folder / package / "__init__.py").touch()
+        file.write_text(source, encoding="utf-8")
+    root = next(iter(stubs)).partition(".")[0]
     kept = {key: sys.modules.pop(key) for key in list(sys.modules) if key.partition(".")[0] == root}
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     try:
-        yield lambda: importlib.import_module(name)
+        yield importlib.import_module
     finally:
         sys.path.remove(str(folder))
         for key in [key for key in sys.modules if key.partition(".")[0] == root]:

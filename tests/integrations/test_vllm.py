@@ -236,8 +236,8 @@ def gdn_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     monkeypatch.delenv("VLLM_GDN_DECODE_KERNEL", raising=False)
     results = {"_resolve_gdn_prefill_backend": ("auto", "flashinfer")}
     source = stub_source(vllm.SIGNATURES, gdn.MODULE, results) + GDN_STUB
-    with stub_module(tmp_path, gdn.MODULE, source) as load:
-        yield load
+    with stub_module(tmp_path, {gdn.MODULE: source}) as load:
+        yield lambda: load(gdn.MODULE)
 
 
 def test_nothing_is_imported_and_kernels_are_replaced_when_the_layer_is(gdn_stub: Callable[[], Any]):
@@ -332,10 +332,10 @@ def test_a_failing_replacement_is_logged_and_does_not_reach_vllm(gdn_stub: Calla
 
 def test_kdas_three_functions_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(vllm.VARIABLE, raising=False)
-    with stub_module(tmp_path, kda.MODULE, stub_source(vllm.SIGNATURES, kda.MODULE)) as load:
+    with stub_module(tmp_path, {kda.MODULE: stub_source(vllm.SIGNATURES, kda.MODULE)}) as load:
         with logged("vllm.wyfold") as lines:
             vllm.register()
-            module: Any = load()
+            module: Any = load(kda.MODULE)
         assert [level for level, _ in lines] == ["INFO"] and "KDA" in lines[0][1]
         x, gate = tokens(4, torch.float32, heads=HV, channels=True), gates(channels=True)
         o, states = module.chunk_kda_with_fused_gate(

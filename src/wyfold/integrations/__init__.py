@@ -9,10 +9,10 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-__all__ = ["dtensor", "fla", "flops", "transformers", "vllm"]
+__all__ = ["dtensor", "fla", "flops", "sglang", "transformers", "vllm"]
 
 if TYPE_CHECKING:
-    from wyfold.integrations import dtensor, fla, flops, transformers, vllm
+    from wyfold.integrations import dtensor, fla, flops, sglang, transformers, vllm
 else:
 
     def __getattr__(name: str) -> ModuleType:
