@@ -16,6 +16,7 @@ from torch import Tensor
 import wyfold
 from wyfold.integrations import fla
 from wyfold.integrations.fla import pieces
+from wyfold.integrations.fla import stand_in as stand_in_of
 from wyfold.layers import GatedRMSNorm
 
 T, H, HV, K, V = 21, 2, 4, 16, 24
@@ -180,8 +181,8 @@ def test_unsupported_arguments_are_refused():
     x = tensors()
     q, k, v, g, gk, beta = (x[name] for name in ("q", "k", "v", "g", "gk", "beta"))
     refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-        (wyfold.UnsupportedError, "call wyfold.chunk_kda ", lambda: fla.chunk_kda(q, k, v, gk, beta, cp_context=1)),
-        (wyfold.UnsupportedError, "cp_context", lambda: fla.chunk_gated_delta_rule(q, k, v, g, beta, cp_context=1)),
+        (TypeError, "cp_context must come from", lambda: fla.chunk_kda(q, k, v, gk, beta, cp_context=1)),
+        (TypeError, "cp_context must come from", lambda: fla.chunk_gated_delta_rule(q, k, v, g, beta, cp_context=1)),
         (wyfold.UnsupportedError, "gv is not", lambda: fla.fused_recurrent_gated_delta_rule(q, k, v, g, gv=v)),
         (
             wyfold.UnsupportedError,
@@ -316,7 +317,7 @@ def no_real_fla(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_the_stand_in_has_flas_modules(no_real_fla: None):
     with fla.install() as stand_in:
-        for path, names in fla.MODULES.items():
+        for path, names in stand_in_of.MODULES.items():
             module = importlib.import_module(path)
             assert all(getattr(module, name) is thing for name, thing in names.items()), path
         import fla.modules.l2norm as l2
@@ -325,7 +326,7 @@ def test_the_stand_in_has_flas_modules(no_real_fla: None):
         root = sys.modules["fla"]
         assert root.__version__ == "0.6.0+wyfold" and root.__spec__.name == "fla"
         assert root.ops.kda.chunk_kda is fla.chunk_kda and l2.l2norm is fla.l2norm and solve_tril is fla.solve_tril
-        assert set(stand_in.modules) == {name for name in sys.modules if name.partition(".")[0] == "fla"}
+        assert set(stand_in.modules) >= {name for name in sys.modules if name.partition(".")[0] == "fla"}
         assert fla.install() is stand_in
     with pytest.raises(ImportError):
         importlib.import_module("fla.ops.kda")
@@ -335,8 +336,8 @@ def test_missing_names_are_import_errors(no_real_fla: None):
     with fla.install():
         with pytest.raises(ImportError, match="chunk_gla"):
             from fla.ops import chunk_gla  # noqa: F401
-        with pytest.raises(ImportError, match=r"fla\.layers"):
-            importlib.import_module("fla.layers")
+        with pytest.raises(ImportError, match=r"fla\.layers has no gla"):
+            importlib.import_module("fla.layers.gla")
 
 
 def test_a_real_fla_is_shadowed_by_force_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -390,7 +391,7 @@ def test_names_that_the_page_lists_as_missing_are_missing(no_real_fla: None):
     page = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
     table = page.partition("### Not there yet")[2].partition("| module |")[2].partition("\n\n")[0]
     rows = [row.split("|")[1:3] for row in table.splitlines()[2:]]
-    assert len(rows) > 15
+    assert len(rows) > 12
     with fla.install():
         for modules, names in rows:
             for module in re.findall(r"`(fla[\w.]+)`", modules):

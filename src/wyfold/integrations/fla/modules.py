@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from wyfold.integrations.fla.pieces import causal_conv1d, l2norm, rms_norm_gated
 from wyfold.integrations.fla.recurrences import Result
 from wyfold.runtime import check
+from wyfold.runtime.check import UnsupportedError
 
 
 class ShortConvolution(nn.Conv1d):
@@ -181,3 +183,109 @@ class L2Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return l2norm(x, self.eps, self.output_dtype)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm of the last dimension, computed in float32; fla's module of that name.
+
+        y = x / sqrt(mean x^2 + eps) * weight + bias
+
+    Args:
+        hidden_size: Size of the last dimension.
+        elementwise_affine: Use a weight.
+        bias: Add a bias; ignored without a weight.
+        eps: Added to the mean square.
+        device, dtype: Device and dtype of the parameters, `weight` and `bias` [hidden_size].
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        elementwise_affine: bool = True,
+        bias: bool = False,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.hidden_size, self.elementwise_affine, self.eps = hidden_size, elementwise_affine, eps
+        self.weight: nn.Parameter | None
+        self.bias: nn.Parameter | None
+        for name, used in (("weight", elementwise_affine), ("bias", elementwise_affine and bias)):
+            parameter = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if used else None
+            self.register_parameter(name, parameter)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalise x [..., D], or x + residual.
+
+        Args:
+            residual: [..., D]. Added to x, in float32, before the norm.
+            prenorm: Return the sum too.
+            residual_in_fp32: Dtype of the returned sum where there is no residual whose dtype it could have.
+
+        Returns:
+            y: Dtype of x; with `prenorm` a pair of y and the sum.
+        """
+        total = x.float() if residual is None else x.float() + residual.float()
+        y = F.rms_norm(total, (self.hidden_size,), None, self.eps)
+        if self.weight is not None:
+            y = y * self.weight.float()
+        if self.bias is not None:
+            y = y + self.bias.float()
+        if not prenorm:
+            return y.to(x.dtype)
+        kept = residual.dtype if residual is not None else torch.float32 if residual_in_fp32 else x.dtype
+        return y.to(x.dtype), total.to(kept)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.eps}"
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU network of one hidden layer; fla's module of that name.
+
+        y = down_proj(silu(gate_proj(x)) * up_proj(x))
+
+    Args:
+        hidden_size: D.
+        hidden_ratio: Parameters in units of D^2, from which the width follows; None is 4.
+        intermediate_size: Width of the hidden layer. None: 2/3 D hidden_ratio, up to the next multiple of 256.
+        hidden_act: "swish"; fla's "powlu" raises UnsupportedError.
+        fuse_swiglu: fla's choice of kernels; accepted and ignored.
+        powglu_power: Accepted and ignored; "powlu" alone has it.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        hidden_ratio: int | None = None,
+        intermediate_size: int | None = None,
+        hidden_act: str = "swish",
+        fuse_swiglu: bool = True,
+        powglu_power: float = 3.0,
+    ):
+        super().__init__()
+        if hidden_act != "swish":
+            raise UnsupportedError(f"GatedMLP: hidden_act={hidden_act!r} is not offered", {"wyfold": '"swish" is'})
+        ratio = 4 if hidden_ratio is None else hidden_ratio
+        if intermediate_size is None:
+            intermediate_size = -(-int(hidden_size * ratio * 2 / 3) // 256) * 256
+        self.hidden_size, self.hidden_ratio, self.intermediate_size = hidden_size, ratio, intermediate_size
+        self.hidden_act, self.fuse_swiglu = hidden_act, fuse_swiglu
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor, **ignored: object) -> Tensor:
+        """x [..., D] -> [..., D]; fla's callers pass keywords of the whole model, which are ignored."""
+        y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y

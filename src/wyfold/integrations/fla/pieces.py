@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from wyfold.integrations.fla.recurrences import Result, no_context
+from wyfold.integrations.fla.ranks import wyfold_context
+from wyfold.integrations.fla.recurrences import Result
 from wyfold.ops import conv, gates, norm, solve
 from wyfold.runtime.check import UnsupportedError
 from wyfold.runtime.layout import SequenceLayout
@@ -119,7 +120,7 @@ def causal_conv1d(
     Args:
         backend: fla's kernel choice; accepted and ignored.
     """
-    no_context("causal_conv1d", cp_context)
+    context = wyfold_context("causal_conv1d", cp_context, initial_state, output_final_state)
     D, W = weight.shape
     if initial_state is None and output_final_state:
         N = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -132,5 +133,6 @@ def causal_conv1d(
         initial_state=initial_state,
         output_final_state=bool(output_final_state),
         activation=activation,
-        cu_seqlens=cu_seqlens,
+        cu_seqlens=None if context else cu_seqlens,
+        cp_context=context,
     )

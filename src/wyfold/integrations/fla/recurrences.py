@@ -11,6 +11,7 @@ import warnings
 
 from torch import Tensor
 
+from wyfold.integrations.fla.ranks import wyfold_context
 from wyfold.ops import delta_rule, gated_delta_rule, kda, ttt_linear
 from wyfold.runtime import check
 from wyfold.runtime.check import UnsupportedError
@@ -100,7 +101,7 @@ def chunk_gated_delta_rule(
     transpose_state_layout: bool | None = None,
 ) -> Result:
     """`wyfold.chunk_gated_delta_rule`; A_log and dt_bias without `use_gate_in_kernel` raise ValueError."""
-    no_context("chunk_gated_delta_rule", cp_context)
+    context = wyfold_context("chunk_gated_delta_rule", cp_context, initial_state, output_final_state)
     o, state = gated_delta_rule.chunk_gated_delta_rule(
         q,
         k,
@@ -114,8 +115,9 @@ def chunk_gated_delta_rule(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
         state_v_first=_v_first("chunk_gated_delta_rule", state_v_first, transpose_state_layout),
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
+        cu_seqlens=None if context else cu_seqlens,
+        cu_seqlens_cpu=None if context else cu_seqlens_cpu,
+        cp_context=context,
         use_gate_in_kernel=use_gate_in_kernel,
         A_log=A_log,
         dt_bias=dt_bias,
@@ -232,7 +234,7 @@ def chunk_kda(
     Intermediate states raise UnsupportedError: fla returns those entering each chunk, Wyfold those after every n
     tokens.
     """
-    no_context("chunk_kda", cp_context)
+    context = wyfold_context("chunk_kda", cp_context, initial_state, output_final_state)
     if return_intermediate_states:
         raise UnsupportedError(
             "chunk_kda: return_intermediate_states is not offered under fla's name",
@@ -251,8 +253,9 @@ def chunk_kda(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
         state_v_first=_v_first("chunk_kda", state_v_first, transpose_state_layout),
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
+        cu_seqlens=None if context else cu_seqlens,
+        cu_seqlens_cpu=None if context else cu_seqlens_cpu,
+        cp_context=context,
         use_gate_in_kernel=use_gate_in_kernel,
         A_log=A_log,
         dt_bias=dt_bias,
@@ -352,13 +355,6 @@ def _check_decays(op: str, k: Tensor, v: Tensor, g: Tensor | None, gk: Tensor) -
     check.shapes(op, optional=("g",), k=(k, "B T H K"), v=(v, "B T HV V"), g=(g, "B T HV"), gk=(gk, "B T HV K"))
     check.floating(op, g=g, gk=gk)
     check.same_attribute(op, "device", k=k, g=g, gk=gk)
-
-
-def no_context(op: str, cp_context: object) -> None:
-    """Refuse a cp_context; fla's callers often pass None explicitly."""
-    if cp_context is not None:
-        remedy = f"call wyfold.{op} with one of wyfold.cp.build_cp_context"
-        raise UnsupportedError(f"{op}: cp_context is not offered under fla's names", {"instead": remedy})
 
 
 def _v_first(op: str, state_v_first: bool, transpose_state_layout: bool | None) -> bool:

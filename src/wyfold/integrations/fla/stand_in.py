@@ -1,0 +1,335 @@
+"""A stand-in for `fla`: modules of fla's names that hold Wyfold's functions and classes.
+
+`install` puts a finder before all others on `sys.meta_path`. It makes the modules of `MODULES` and `LATER` when a
+program imports them. A name that is not among them is an ImportError that says so and names Wyfold.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from wyfold.integrations.fla import environment, functions, indices, layers, modules, naive, padding, pieces, ranks
+from wyfold.integrations.fla import recurrences as rules
+from wyfold.runtime import check
+
+VERSION = "0.6.0"
+"""Version of fla-core whose names these are."""
+
+_Names = dict[str, object]
+_HERE = "wyfold.integrations.fla"
+
+
+def _of(module: ModuleType, *names: str) -> _Names:
+    return {name: getattr(module, name) for name in names}
+
+
+_DELTA = _of(rules, "chunk_delta_rule", "fused_recurrent_delta_rule")
+_GDN_CHUNK = _of(rules, "chunk_gated_delta_rule", "chunk_gdn")
+_GDN_STEPS = _of(rules, "fused_recurrent_gated_delta_rule", "fused_recurrent_gdn")
+_GDN_NAIVE = _of(naive, "naive_chunk_gated_delta_rule", "naive_recurrent_gated_delta_rule")
+_KDA = _of(rules, "chunk_kda", "fused_recurrent_kda")
+_TTT = _of(rules, "chunk_ttt_linear", "fused_chunk_ttt_linear")
+_SOLVE = _of(pieces, "solve_tril")
+_CONV = {
+    **_of(modules, "ShortConvolution"),
+    **_of(pieces, "causal_conv1d"),
+    **_of(functions, "CausalConv1dFunction"),
+}
+_GATED_NORM = {**_of(modules, "FusedRMSNormGated"), **_of(pieces, "rms_norm_gated")}
+_L2 = {**_of(modules, "L2Norm"), **_of(pieces, "l2norm"), "l2_norm": pieces.l2norm}
+_NORM = _of(modules, "RMSNorm")
+_INDEX = _of(
+    indices,
+    "get_max_num_splits",
+    "prepare_chunk_indices",
+    "prepare_chunk_indices_static",
+    "prepare_chunk_offsets",
+    "prepare_cu_seqlens_from_lens",
+    "prepare_cu_seqlens_from_mask",
+    "prepare_lens",
+    "prepare_lens_from_mask",
+    "prepare_position_ids",
+    "prepare_sequence_ids",
+    "prepare_token_indices",
+)
+_COMM = _of(
+    ranks,
+    "all_gather_into_tensor",
+    "all_reduce_sum",
+    "conv_cp_send_recv_bwd",
+    "conv_cp_send_recv_fwd",
+    "send_recv_bwd",
+    "send_recv_fwd",
+)
+_CONTEXT = _of(ranks, "FLACPContext", "build_cp_context")
+_LAYERS = _of(layers, "DeltaNet", "GatedDeltaNet", "KimiDeltaAttention")
+
+MODULES: dict[str, _Names] = {
+    "fla": {},
+    "fla.utils": {},
+    "fla.ops": {**_DELTA, **_GDN_CHUNK, **_GDN_STEPS, **_KDA},
+    "fla.ops.delta_rule": _DELTA,
+    "fla.ops.delta_rule.chunk": _of(rules, "chunk_delta_rule"),
+    "fla.ops.delta_rule.fused_recurrent": _of(rules, "fused_recurrent_delta_rule"),
+    "fla.ops.delta_rule.naive": _of(naive, "delta_rule_chunkwise", "delta_rule_recurrence"),
+    "fla.ops.gated_delta_rule": {**_GDN_CHUNK, **_GDN_STEPS, **_GDN_NAIVE},
+    "fla.ops.gated_delta_rule.chunk": {**_GDN_CHUNK, **_of(functions, "ChunkGatedDeltaRuleFunction")},
+    "fla.ops.gated_delta_rule.fused_recurrent": {**_GDN_STEPS, **_of(functions, "FusedRecurrentFunction")},
+    "fla.ops.gated_delta_rule.gate": {**_of(pieces, "fused_gdn_gate"), **_of(naive, "naive_gdn_gate")},
+    "fla.ops.gated_delta_rule.naive": _GDN_NAIVE,
+    "fla.ops.kda": _KDA,
+    "fla.ops.kda.chunk": _of(rules, "chunk_kda"),
+    "fla.ops.kda.fused_recurrent": _of(rules, "fused_recurrent_kda"),
+    "fla.ops.kda.gate": {
+        **_of(pieces, "fused_kda_gate"),
+        **_of(naive, "naive_kda_gate", "naive_kda_lowerbound_gate"),
+    },
+    "fla.ops.kda.naive": _of(naive, "naive_chunk_kda", "naive_recurrent_kda"),
+    "fla.ops.ttt": _TTT,
+    "fla.ops.ttt.chunk": _of(rules, "chunk_ttt_linear"),
+    "fla.ops.ttt.fused_chunk": _of(rules, "fused_chunk_ttt_linear"),
+    "fla.ops.ttt.naive": _of(naive, "chunk_ttt_linear_ref"),
+    "fla.ops.utils": {**_SOLVE, **_INDEX},
+    "fla.ops.utils.index": {**_INDEX, **_of(indices, "prepare_split_cu_seqlens")},
+    "fla.ops.utils.solve_tril": _SOLVE,
+    "fla.ops.common": {},
+    "fla.ops.common.chunk_scaled_dot_kkt": _of(pieces, "chunk_scaled_dot_kkt_fwd"),
+    "fla.ops.cp": {**_COMM, **_CONTEXT},
+    "fla.ops.cp.comm": _COMM,
+    "fla.ops.cp.context": _CONTEXT,
+    "fla.modules": _of(modules, "FusedRMSNormGated", "GatedMLP", "L2Norm", "RMSNorm", "ShortConvolution"),
+    "fla.modules.causal_conv1d": _CONV,
+    "fla.modules.causal_conv1d.ops": _CONV,
+    "fla.modules.conv": _CONV,
+    "fla.modules.conv.causal_conv1d": _CONV,
+    "fla.modules.conv.short_conv": _CONV,
+    "fla.modules.conv.triton": _CONV,
+    "fla.modules.conv.triton.ops": _CONV,
+    "fla.modules.convolution": _CONV,
+    "fla.modules.fused_norm_gate": _GATED_NORM,
+    "fla.modules.l2norm": _L2,
+    "fla.modules.layernorm": _NORM,
+    "fla.modules.mlp": _of(modules, "GatedMLP"),
+    "fla.modules.norm": {**_GATED_NORM, **_L2, **_NORM},
+    "fla.modules.norm.fused_norm_gate": _GATED_NORM,
+    "fla.modules.norm.l2norm": _L2,
+    "fla.modules.norm.layernorm": _NORM,
+    "fla.layers": _LAYERS,
+    "fla.layers.delta_net": _of(layers, "DeltaNet"),
+    "fla.layers.gated_deltanet": _of(layers, "GatedDeltaNet"),
+    "fla.layers.kda": _of(layers, "KimiDeltaAttention"),
+    "fla.layers.utils": _of(
+        padding,
+        "get_layer_cache",
+        "get_unpad_data",
+        "get_unpad_indices_and_cu",
+        "index_first_axis",
+        "index_put_first_axis",
+        "pad_input",
+        "repad_hidden_states",
+        "require_cache_layer_idx",
+        "unpad_hidden_states",
+        "unpad_input",
+        "update_layer_cache",
+    ),
+}
+"""Modules of the stand-in, parents first, and their names, including fla's old paths."""
+
+_CACHE = f"{_HERE}.cache", ("Cache", "FLALayer")
+
+
+def _model(family: str) -> tuple[str, tuple[str, ...]]:
+    return f"{_HERE}.models", tuple(f"{family}{part}" for part in ("Config", "ForCausalLM", "Model"))
+
+
+_FAMILIES = {"delta_net": "DeltaNet", "gated_deltanet": "GatedDeltaNet", "kda": "KDA"}
+
+LATER: dict[str, tuple[str, tuple[str, ...]]] = {
+    "fla.utils": (f"{_HERE}.environment", tuple(environment.__all__)),
+    "fla.models": (f"{_HERE}.models", tuple(name for family in _FAMILIES.values() for name in _model(family)[1])),
+    "fla.models.cache_utils": _CACHE,
+    "fla.models.utils": _CACHE,
+    **{f"fla.models.{folder}": _model(family) for folder, family in _FAMILIES.items()},
+    **{f"fla.models.{folder}.modeling_{folder}": _model(family) for folder, family in _FAMILIES.items()},
+    **{f"fla.models.{folder}.configuration_{folder}": _model(family) for folder, family in _FAMILIES.items()},
+}
+"""Modules whose names another module has, and finds when they are asked for. Those of fla.models need transformers."""
+
+INSTEAD = {
+    "chunk_gated_delta_rule_fwd": "call chunk_gated_delta_rule, which has a gradient",
+    "chunk_gated_delta_rule_bwd": "call chunk_gated_delta_rule, which has a gradient",
+    "causal_conv1d_fwd": "call causal_conv1d, which has a gradient",
+    "causal_conv1d_bwd": "call causal_conv1d, which has a gradient",
+    "causal_conv1d_update": "call ShortConvolution with a cache and one token",
+    "l2norm_fwd": "call l2norm, which has a gradient",
+    "l2norm_bwd": "call l2norm, which has a gradient",
+    "fused_chunk_delta_rule": "call chunk_delta_rule",
+    "fused_recurrent_kda_fwd": "call wyfold.serving.decode, with states in a pool",
+}
+"""Remedies for missing names that programs import."""
+
+
+def _missing(module: str, name: str) -> str:
+    remedy = INSTEAD.get(name, f"uninstall the stand-in and use flash-linear-attention {VERSION} where it is needed")
+    return f"Wyfold stands in for fla here (wyfold.integrations.fla.install), and its {module} has no {name}: {remedy}"
+
+
+class StandIn(MetaPathFinder, Loader):
+    """Installed stand-in for `fla`; as a context manager it uninstalls itself at the end.
+
+    Attributes:
+        modules: Names of the modules that belong to the stand-in.
+    """
+
+    modules = tuple(dict.fromkeys([*MODULES, *LATER]))
+
+    def __init__(self) -> None:
+        self._real = {name: module for name, module in sys.modules.items() if _is_fla(name)}
+        for name in self._real:
+            del sys.modules[name]
+        sys.meta_path.insert(0, self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Say that a module of fla's comes from here; for the import system.
+
+        Raises:
+            ModuleNotFoundError: It is a module of fla's, or a name, that the stand-in does not have.
+        """
+        if not _is_fla(fullname):
+            return None
+        if fullname not in self.modules:
+            parent, _, child = fullname.rpartition(".")
+            # Python discards an error that names the module which `from parent import child` tried last.
+            raise ModuleNotFoundError(_missing(parent, child), name=parent)
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fill a module with its names; for the import system."""
+        name = module.__name__
+        module.__doc__ = f"{name}, as far as Wyfold stands in for it (wyfold.integrations.fla)."
+        later, names = LATER.get(name, ("", ()))
+        if later:
+            _found(name, later)
+        for child in self.modules:
+            if child.rpartition(".")[0] == name and child != "fla.models":
+                importlib.import_module(child)
+        own = MODULES.get(name, {})  # after the children: a function of a child's name takes precedence, as in fla
+        vars(module).update(own, __all__=[*own, *names], __version__=f"{VERSION}+wyfold")
+        vars(module)["__getattr__"] = lambda attribute: _attribute(name, later, names, attribute)
+        if name == "fla" and importlib.util.find_spec("transformers") is not None:
+            # As in fla, `import fla` registers its models; one that cannot says why when fla.models is imported.
+            try:
+                importlib.import_module("fla.models")
+            except ImportError:
+                sys.modules.pop("fla.models", None)
+
+    def uninstall(self) -> None:
+        """Remove the stand-in and restore the modules it shadowed; a second call has no effect."""
+        global _standing
+        if _standing is not self:
+            return
+        sys.meta_path.remove(self)
+        for name in [name for name in sys.modules if _is_fla(name)]:
+            del sys.modules[name]
+        sys.modules.update(self._real)
+        _standing = None
+
+    def __enter__(self) -> StandIn:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.uninstall()
+
+
+def _is_fla(name: str) -> bool:
+    return name.partition(".")[0] == "fla"
+
+
+def _found(name: str, later: str) -> ModuleType:
+    """The module that has the names of `name`."""
+    try:
+        return importlib.import_module(later)
+    except ModuleNotFoundError as missing:
+        if missing.name is None or missing.name.partition(".")[0] != "transformers":
+            raise
+        raise ImportError(
+            f"{name}: Wyfold stands in for fla here, and its models need transformers; pip install transformers",
+            name=name,
+        ) from missing
+
+
+def _attribute(module: str, later: str, names: Sequence[str], attribute: str) -> object:
+    """What a module's `__getattr__` finds: a name that is looked up when asked for, or fla's own top-level names."""
+    if attribute in names:
+        return getattr(_found(module, later), attribute)
+    if module == "fla" and not attribute.startswith("_"):
+        if attribute == "models":
+            return importlib.import_module("fla.models")
+        if attribute in _LAYERS:
+            return _LAYERS[attribute]
+        if attribute in LATER["fla.models"][1]:
+            return getattr(importlib.import_module("fla.models"), attribute)
+    raise AttributeError(_missing(module, attribute))
+
+
+_standing: StandIn | None = None
+
+
+def install(force: bool = False) -> StandIn:
+    """Make `import fla` import Wyfold's stand-in.
+
+    Code imported earlier keeps the functions it has. Where transformers is installed, `import fla` also registers the
+    models of `fla.models` with it, as fla does.
+
+    Args:
+        force: Install even if another fla can be imported, which is then shadowed until `uninstall`.
+
+    Returns:
+        The stand-in, with `.uninstall()`; also a context manager. Repeated calls return the same object.
+
+    Raises:
+        TypeError: force is not a bool.
+        ImportError: Another fla can be imported (a folder of that name suffices), and force is False.
+
+    Examples:
+        >>> import wyfold.integrations.fla
+        >>> with wyfold.integrations.fla.install():
+        ...     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        >>> chunk_gated_delta_rule is wyfold.integrations.fla.chunk_gated_delta_rule
+        True
+    """
+    global _standing
+    check.flag("install", force=force)
+    if _standing is None:
+        place = None if force else _importable()
+        if place is not None:
+            raise ImportError(
+                f"install: another fla is importable, {place}, and is not shadowed unasked; import from "
+                "wyfold.integrations.fla, or install(force=True)",
+                name="fla",
+            )
+        _standing = StandIn()
+    return _standing
+
+
+def uninstall() -> None:
+    """Remove the stand-in, if installed."""
+    if _standing is not None:
+        _standing.uninstall()
+
+
+def _importable() -> str | None:
+    """Location of another importable fla, which may be a folder without an `__init__.py`; None if there is none."""
+    imported = "fla" in sys.modules
+    spec = sys.modules["fla"].__spec__ if imported else importlib.util.find_spec("fla")
+    if spec is None:
+        return "imported already" if imported else None
+    return spec.origin or ", ".join(spec.submodule_search_locations or ()) or "imported already"
