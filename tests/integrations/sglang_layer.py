@@ -67,8 +67,8 @@ class Server:
         self.states = self.pool.double()
         self.snapshots = torch.zeros(SLOTS, STEPS, HV, V, K)
         cache = gdn.MambaPool.SpeculativeState(
-            conv=[torch.zeros(SLOTS, 2 * H * K + HV * V, 3).bfloat16()], temporal=self.pool, intermediate_ssm=self.snapshots,
-            intermediate_conv_window=[None],
+            conv=[torch.zeros(SLOTS, 2 * H * K + HV * V, 3).bfloat16()], temporal=self.pool,
+            intermediate_ssm=self.snapshots, intermediate_conv_window=[None],
         )  # fmt: skip
         self.backend = gdn.GDNAttnBackend.__new__(gdn.GDNAttnBackend)
         self.backend.kernel_dispatcher = gdn.GDNKernelDispatcher(TRITON, TRITON, TRITON)
@@ -79,8 +79,8 @@ class Server:
         )
         self.layer = types.SimpleNamespace(
             layer_id=0, num_q_heads=H, num_k_heads=H, num_v_heads=HV, head_q_dim=K, head_k_dim=K, head_v_dim=V,
-            q_dim=H * K, k_dim=H * K, v_dim=HV * V, A_log=gate.A_log, dt_bias=gate.dt_bias, conv_weights=None, bias=None,
-            activation="silu",
+            q_dim=H * K, k_dim=H * K, v_dim=HV * V, A_log=gate.A_log, dt_bias=gate.dt_bias, conv_weights=None,
+            bias=None, activation="silu",
         )  # fmt: skip
 
     def tokens(self, T: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,8 +107,8 @@ class Server:
         )
         batch = types.SimpleNamespace(
             forward_mode=stub_mode(verify=form == "verify"), batch_size=len(slots), mamba_track_mask=None,
-            req_pool_indices=torch.tensor(slots), extend_prefix_lens=torch.ones(len(slots)), extend_seq_lens_cpu=lengths,
-            spec_info=types.SimpleNamespace(draft_token_num=STEPS), tbo_parent_token_range=None,
+            req_pool_indices=torch.tensor(slots), extend_prefix_lens=torch.ones(len(slots)),
+            extend_seq_lens_cpu=lengths, spec_info=types.SimpleNamespace(draft_token_num=STEPS), tbo_parent_token_range=None,
         )  # fmt: skip
         method = self.backend.forward_decode if form == "decode" else self.backend.forward_extend
         o = method(self.layer, batch, *given)

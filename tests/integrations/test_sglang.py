@@ -15,6 +15,7 @@ from tests.integrations.engines import (
     logged,
     paged_pool,
     parameters,
+    run_script,
     stub_module,
     stub_source,
     token_loop,
