@@ -108,7 +108,8 @@ class Server:
         batch = types.SimpleNamespace(
             forward_mode=stub_mode(verify=form == "verify"), batch_size=len(slots), mamba_track_mask=None,
             req_pool_indices=torch.tensor(slots), extend_prefix_lens=torch.ones(len(slots)),
-            extend_seq_lens_cpu=lengths, spec_info=types.SimpleNamespace(draft_token_num=STEPS), tbo_parent_token_range=None,
+            extend_seq_lens_cpu=lengths, spec_info=types.SimpleNamespace(draft_token_num=STEPS),
+            tbo_parent_token_range=None,
         )  # fmt: skip
         method = self.backend.forward_decode if form == "decode" else self.backend.forward_extend
         o = method(self.layer, batch, *given)
