@@ -55,6 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
         suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
     )
     hypothesis.settings.load_profile("wyfold")
+    trust_kernels()
     if interpreting():
         repair_interpreter()
         for module in NUMPY_WARNING_MODULES:
@@ -67,6 +68,13 @@ NUMPY_WARNING_MODULES = ("triton.runtime.interpreter", "numpy", "tests.triton_sh
 
 BOUNDS_WARNING = "Conversion of an array with ndim > 0"
 """Start of the deprecation warning the interpreter emits for a size-1 array used as a loop bound."""
+
+
+def trust_kernels() -> None:
+    """Make no self-check of kernels: the tests are how a card is verified."""
+    from wyfold.kernels import self_check
+
+    self_check.trust_kernels()
 
 
 def repair_interpreter() -> None:
@@ -250,7 +258,7 @@ def planned_as_cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | No
     calls, plan = [], table.plan
     monkeypatch.setattr(plan_cache, "_plans", {})  # no cached plan for the actual device
     monkeypatch.setattr(
-        triton_support, "support_of", lambda device: triton_support.Support("", "", "", "no kernel is wanted")
+        triton_support, "support_of", lambda device: triton_support.Support("", "", False, "no kernel is wanted")
     )
 
     def plan_for_cuda(operator: str, device: torch.device, backend: str | None, **rest: Any):

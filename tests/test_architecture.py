@@ -88,8 +88,8 @@ def is_kernel_file(path: Path) -> bool:
 
 
 def environment_reads(file: File) -> Iterator[ast.AST]:
-    """Only `integrations/engine_hooks.py` reads environment variables: engines load plug-ins without arguments."""
-    if file.path.name == "engine_hooks.py":
+    """Only the user's cache, and plug-ins, which engines load without options, read environment variables."""
+    if file.path.name in ("user_cache.py", "engine_hooks.py"):
         return
     for node in ast.walk(file.tree):
         if dotted(node) in ("os.environ", "os.getenv") or (isinstance(node, ast.ImportFrom) and node.module == "os"):

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import wyfold
 from wyfold import UnsupportedError, serving
 from wyfold.kernels import table
-from wyfold.runtime import kernel_configs, replay_cache, triton_support
+from wyfold.runtime import kernel_configs, triton_support
 from wyfold.runtime.plan import Plan
 from wyfold.runtime.triton_support import support_for
 
@@ -21,15 +21,14 @@ SCAN = {"forward": ("scan",), "backward": ("scan_bwd",)}
 
 @pytest.fixture
 def card(monkeypatch):
-    """`card("sm_89", "3.7.1")` simulates this GPU and Triton version, with no warning issued yet."""
+    """`card("sm_89", "3.7.1")` simulates this GPU and Triton version."""
 
-    def insert(architecture: str, version: str, proof: str | None = None) -> None:
+    def insert(architecture: str, version: str, *, verified: bool | None = None) -> None:
         support = support_for(architecture, version)
-        support = support if proof is None else support._replace(proof=proof)
+        support = support if verified is None else support._replace(verified=verified)
         monkeypatch.setattr(triton_support, "support_of", lambda device: support)
         monkeypatch.setattr(triton_support, "architecture", lambda device: architecture)
         monkeypatch.setattr(kernel_configs, "processors", lambda device: 132)
-        monkeypatch.setattr(table, "_warned_architectures", [])
 
     return insert
 
@@ -46,7 +45,7 @@ def refused(**arguments) -> dict[str, str]:
 
 @pytest.mark.parametrize("stage", [row.stage for row in table.ENTRIES if row.backend == "triton"])
 def test_a_listed_card_gets_the_kernels(stage: str, card):
-    card("sm_90", "3.6.0", "verified")
+    card("sm_90", "3.6.0", verified=True)
     found = plan(stages={"forward": (stage,)})
     assert found.backend == "triton" and found.forward == (f"{stage} (wyfold.kernels.{stage}.triton)",)
     assert "eager" in found.refused
@@ -79,19 +78,19 @@ def test_oversized_kernels_are_refused_with_an_alternative(limit: dict, card):
     """Sizes listed in support.json are refused on the listed architectures and only there."""
     sizes = ((limit["kernel"].removesuffix(".triton"), limit["key"].replace("BK", "K") + " C16"),)
     for architecture in limit["architectures"]:
-        card(architecture, "3.6.0", "verified")
+        card(architecture, "3.6.0", verified=True)
         for demand in (None, "triton"):
             reason = refused(backend=demand, sizes=sizes)["triton"]
             assert reason == f"{limit['reason']} on {architecture}; {limit['remedy']}"
         assert plan(backend="eager", sizes=sizes).backend == "eager"
         assert plan(sizes=((sizes[0][0], "bf16 K8 C16"),)).backend == "triton"
-    card("sm_90", "3.6.0", "verified")
+    card("sm_90", "3.6.0", verified=True)
     assert plan(sizes=sizes).backend == "triton"
     assert plan(device=CPU, sizes=sizes).backend == "eager"
 
 
 def test_an_operator_names_sizes_that_do_not_fit(card):
-    card("sm_100", "3.6.0", "verified")
+    card("sm_100", "3.6.0", verified=True)
     with FakeTensorMode():
         wide, narrow = (torch.empty(1, 40, 2, D, device="cuda") for D in (72, 64))
         w = {x: torch.empty(2, x.shape[-1], device="cuda") for x in (wide, narrow)}
@@ -105,7 +104,7 @@ def test_an_operator_names_sizes_that_do_not_fit(card):
 
 @pytest.mark.parametrize("architecture, over", [("sm_100", 136), ("sm_120", 256)])
 def test_a_prompt_is_refused_where_its_chunks_do_not_fit(architecture: str, over: int, card):
-    card(architecture, "3.6.0", "verified")
+    card(architecture, "3.6.0", verified=True)
     with FakeTensorMode():
         wide, beta = torch.empty(1, 40, 2, over, device="cuda"), torch.empty(1, 40, 2, device="cuda")
         pool, slots = torch.empty(3, 2, over, over, device="cuda"), torch.empty(1, dtype=torch.int32, device="cuda")
@@ -116,7 +115,7 @@ def test_a_prompt_is_refused_where_its_chunks_do_not_fit(architecture: str, over
 
 @pytest.mark.parametrize("architecture, most, over", [("sm_100", 128, 136), ("sm_120", 248, 256)])
 def test_a_delta_rule_names_the_chunks_that_fit(architecture: str, most: int, over: int, card):
-    card(architecture, "3.6.0", "verified")
+    card(architecture, "3.6.0", verified=True)
     with FakeTensorMode():
         wide, narrow = (torch.empty(1, 40, 2, K, device="cuda") for K in (over, most))
         g = torch.empty(1, 40, 2, device="cuda")
@@ -130,52 +129,24 @@ def test_a_delta_rule_names_the_chunks_that_fit(architecture: str, most: int, ov
 
 @pytest.mark.parametrize(
     "architecture, version, reason",
-    [
-        ("sm_75", "3.6.0", "no kernel was ever compiled for sm_75"),
-        ("sm_90", "3.5.0", "known to be wrong on sm_90"),
-        ("sm_90", "4.2.0", "not in the table"),
-        ("sm_90", "", "Triton is not installed"),
-    ],
+    [("sm_90", "3.5.0", "known to be wrong on sm_90"), ("sm_90", "", "Triton is not installed")],
 )
-def test_a_card_or_version_that_is_not_listed_is_refused(architecture: str, version: str, reason: str, card):
+def test_a_bad_or_missing_triton_is_refused(architecture: str, version: str, reason: str, card):
     card(architecture, version)
     for demand in (None, "triton"):
         assert reason in refused(backend=demand)["triton"]
     assert plan(backend="eager").backend == "eager"
 
 
-def test_an_unverified_gpu_warns_once_and_names_the_command(card):
-    card("sm_89", "3.7.1")
-    with pytest.warns(UserWarning, match=r"unverified: .* sm_89 under Triton 3\.7\.1.*`wyfold verify`") as given:
-        for _ in range(3):
-            assert plan().backend == "triton"
-    assert len(given) == 1
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_warning_raised_as_an_error_reaches_the_caller_through_precompilation(card, monkeypatch):
-    card("sm_89", "3.7.1")
-    monkeypatch.setattr(replay_cache, "DEVICES", frozenset(("cpu",)))
-    replay_cache.forget()
-    with torch.no_grad(), pytest.raises(UserWarning, match="unverified"):
-        replay_cache.replayed((torch.zeros(4),), ("made up",), plan)
-    replay_cache.forget()
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_verified_gpu_does_not_warn(card):
-    card("sm_90", "3.6.0", "verified")
+@pytest.mark.parametrize("architecture, version", [("sm_75", "3.6.0"), ("sm_103", "3.7.1"), ("sm_90", "4.2.0")])
+def test_a_card_or_version_that_is_not_listed_gets_the_kernels(architecture: str, version: str, card):
+    """Their self-check at first use is tested in `test_self_check.py`."""
+    card(architecture, version)
     assert plan().backend == "triton"
-
-
-@pytest.mark.filterwarnings("error")
-def test_planning_does_not_warn(card):
-    """Neither planning nor eager calls on an unverified GPU warn."""
-    card("sm_89", "3.7.1")
-    assert plan(backend="eager").backend == "eager"
     with FakeTensorMode():
         q = torch.empty(1, 40, 2, 16, device="cuda")
-        assert wyfold.explain(wyfold.chunk_kda, q, q, q).backend == "triton"
+        found = wyfold.explain(wyfold.chunk_kda, q, q, q)
+    assert found.backend == "triton" and not any(".gluon)" in launched for launched in found.forward)
 
 
 def test_explain_lists_rows_and_uncompiled_kernels(card, monkeypatch):
@@ -217,7 +188,7 @@ def test_triton_on_the_cpu_requires_the_interpreter(card, monkeypatch):
 @pytest.mark.parametrize("operator", ["chunk_gated_delta_rule", "chunk_kda"])
 def test_fake_cuda_tensors_are_planned_for_kernels(operator: str, card):
     """With fake tensors a CUDA call is checked and planned without a GPU, and no kernel is launched."""
-    card("sm_90", "3.6.0", "verified")
+    card("sm_90", "3.6.0", verified=True)
     with FakeTensorMode():
         q = torch.empty(1, 70, 2, 16, device="cuda", dtype=BF16)
         assert wyfold.explain(getattr(wyfold, operator), q, q, q).backend == "triton"

@@ -24,7 +24,7 @@ from wyfold.runtime import triton_support
 def test_chunks_of_a_channel_gate_follow_its_kernels(architecture, dtype, K, V, group, expected, monkeypatch):
     """Stubs replace tensors of the card: only the attributes that are read."""
     monkeypatch.setattr(triton_support, "architecture", lambda device: architecture)
-    monkeypatch.setattr(triton_support, "support_of", lambda device: SimpleNamespace(proof="compiled"))
+    monkeypatch.setattr(triton_support, "support_of", lambda device: SimpleNamespace(refusal=""))
     q, v = (
         SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 9, H, n))
         for H, n in ((2, K), (2 * group, V))

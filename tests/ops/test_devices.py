@@ -50,7 +50,7 @@ def test_without_kernels_only_a_demanded_eager_runs_on_cuda(name: str, dtype: to
     monkeypatch.setattr(
         triton_support,
         "support_of",
-        lambda device: triton_support.Support("sm_00", "", "", "no kernel for such a card"),
+        lambda device: triton_support.Support("sm_00", "", False, "no kernel for such a card"),
     )
     operator = getattr(wyfold, OPERATOR_SPECS[name].operator)
     arguments = OPERATOR_SPECS[name].arguments(SHAPE, dtype, 0)

@@ -1,6 +1,7 @@
 """`pip install .` brought a torch whose Triton is not in the support table, and every GPU kernel was refused.
 
-The refusal, `wyfold doctor` and README name the torch version to install instead.
+Such a Triton is accepted, and each kernel is checked at its first use. Without a Triton, the refusal and
+`wyfold doctor` name the torch version to install.
 """
 
 import json
@@ -11,7 +12,6 @@ import pytest
 import torch
 
 import wyfold
-from wyfold.cli import main
 from wyfold.kernels import table
 from wyfold.runtime import triton_support
 
@@ -36,27 +36,25 @@ def triton(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("version", ["3.10.0", "4.0.0", "3.5.1", "3.11.0+git1234"])
-def test_a_call_on_a_gpu_names_the_torch_to_install(version: str, triton, monkeypatch):
+def test_a_call_on_a_gpu_gets_the_kernels(version: str, triton, monkeypatch):
     triton(version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(triton_support, "architecture", lambda device: "sm_80")
+    found = table.plan("kda", torch.device("cuda"), None, forward=("prepare", "scan"))
+    assert found.backend == "triton"
+
+
+def test_a_call_without_triton_names_the_torch_to_install(triton, monkeypatch):
+    triton("")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(triton_support, "architecture", lambda device: "sm_80")
     with pytest.raises(wyfold.UnsupportedError) as refused:
         table.plan("kda", torch.device("cuda"), None, forward=("prepare", "scan"))
-    said = str(refused.value)
-    assert f"Triton {version} is not in the table, which has 3.6, 3.7, 3.8 and 3.9" in said
-    assert f"(torch here is {torch.__version__})" in said and INSTALL in said
+    assert f"Triton is not installed; {INSTALL}" in str(refused.value)
 
 
-@pytest.mark.parametrize("version", ["3.10.0", "4.0.0"])
-def test_doctor_names_the_torch_to_install(version: str, triton, capsys):
-    triton(version)
-    assert main(["doctor", "--json"]) == 0
-    (reason,) = json.loads(capsys.readouterr().out)["known_bad"]
-    assert reason.startswith(f"every GPU kernel is refused: Triton {version} is not in the table") and INSTALL in reason
-
-
-@pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.8.0", "3.9.1", ""])
-def test_doctor_accepts_a_listed_triton_and_none_on_a_cpu(version: str, triton, monkeypatch):
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.8.0", "3.9.1", "4.0.0", ""])
+def test_doctor_accepts_any_triton_and_none_on_a_cpu(version: str, triton, monkeypatch):
     triton(version)
     monkeypatch.setattr(torch.version, "cuda", None)
     assert wyfold.doctor().known_bad == ()

@@ -36,7 +36,7 @@ x, slots, pool = torch.randn(2, 1, 2, 16), torch.arange(2, dtype=torch.int32), t
 served = {"state_v_first": False, "backend": "triton"}
 found["decode"] = outcome(lambda: serving.decode(x, x, x, None, torch.rand(2, 1, 2), pool, slots, **served))
 # A GPU that is supported, so that only the interpreter is a reason to refuse.
-triton_support.support_of = lambda device: triton_support.Support("sm_90", "3.6.0", "verified", "")
+triton_support.support_of = lambda device: triton_support.Support("sm_90", "3.6.0", True, "")
 found["on CUDA"] = table.refusal(torch.device("cuda"), None)
 print(json.dumps(found))
 """

@@ -1,9 +1,12 @@
 """Measure the error of every operator and gradient on this machine.
 
-Without --row and --tier: the relative error of every output and gradient
-against the float64 recurrence, per dtype, with its limit. --device runs the
-operators on that device; inputs and reference stay on the CPU. The backend is
-the dispatch table's choice, or eager if the table has none for that device.
+Without --row and --tier, on a GPU: every kernel against the eager backend, by
+the self-check that a kernel gets at its first use on a card that is not
+verified. The answers are remembered, and --out writes a file that can be sent
+in. On a CPU, and for operators without a kernel: the relative error of every
+output and gradient of the eager backend against the float64 recurrence, per
+dtype, with its limit. --device chooses the device; the default is the GPU if
+there is one.
 
 With --row or --tier: numbered checks of the reliability scorecard, on the CPU.
 A check that did not run is "not run", never "pass". Exit code 1 if an error is
@@ -92,8 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         type=device,
-        default="cpu",
-        help="PyTorch device to measure (default: %(default)s)",
+        default=None,
+        help="PyTorch device to measure (default: the GPU if there is one, else cpu; cpu with --row and --tier)",
     )
     parser.add_argument("--seed", type=seed_number, default=0, help="seed of all random draws (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the results as JSON into this folder")
@@ -106,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
             there = ", ".join(map(str, SCORECARD_CHECKS))
             raise UsageError(f"--row {number}: the scorecard has no check of this number; there are {there}")
     numbers = sorted({*(args.row or ()), *(TIERS[args.tier] if args.tier else ())})
-    if numbers and args.device != "cpu":
+    if numbers and args.device not in (None, "cpu"):
         raise UsageError(
             f"--device {args.device}: checks of the scorecard run on the CPU only; leave out --row and --tier"
         )
@@ -117,6 +120,8 @@ def run(args: argparse.Namespace) -> int:
     from wyfold.cli.scorecard import FAIL
     from wyfold.reference.shapes import Shape
 
+    if args.device is None:
+        args.device = "cuda" if torch.cuda.is_available() and not numbers else "cpu"
     args.device = found_device(args.device)
     words = [word for number in args.row or [] for word in ("--row", str(number))]
     words += (
@@ -133,10 +138,13 @@ def run(args: argparse.Namespace) -> int:
         failed = any(record.outcome == FAIL for record in records)
     else:
         missing = missing_dtypes(args.device)
+        kernels = checked_kernels(args.device, quick=args.quick)
         outcomes = accuracy(Shape(*(QUICK_SIZES if args.quick else SIZES)), args.seed, args.device, missing)
+        report_kernels(kernels, args.device)
         report_accuracy(outcomes, args.device, missing)
         found, name = {"operators": [outcome.as_dict() for outcome in outcomes], "not_run": missing}, "errors"
-        failed = not all(outcome.passed for outcome in outcomes)
+        found |= {"kernels": kernels} if kernels else {}
+        failed = not all(outcome.passed for outcome in outcomes) or not all(record["passed"] for record in kernels)
     if args.out:
         where = {"device": str(args.device), "threads": torch.get_num_threads()}
         measured = {"seed": args.seed, **where, **found}
@@ -159,8 +167,47 @@ def missing_dtypes(device: torch.device) -> dict[str, str]:
     return found
 
 
+def checked_kernels(device: torch.device, *, quick: bool) -> list[dict[str, Any]]:
+    """Records of the self-checks of all kernels on a GPU; none on another device, or where kernels are refused."""
+    from wyfold.cli.kernel_calls import kernel_calls
+    from wyfold.kernels import self_check, table
+    from wyfold.runtime.unsupported import UnsupportedError
+
+    reason = table.refusal(device, None)
+    if device.type != "cuda":
+        results.say(f"no kernels on {device}: the eager backend is compared with the reference")
+        return []
+    if reason:
+        results.say(f"no kernel is checked on {device}: {reason}")
+        return []
+    calls = kernel_calls(device, quick=quick)
+    with _progress("calls of kernels", len(calls)) as progress, self_check.collecting() as collected:
+        for name, call in calls.items():
+            progress.begin(name)
+            try:
+                call()
+            except UnsupportedError as refusal:
+                results.say(f"{name} not run: {refusal}")
+    return list(collected.values())
+
+
+def report_kernels(kernels: list[dict[str, Any]], device: torch.device) -> None:
+    """Print the table of the kernels' errors, and what failed."""
+    if not kernels:
+        return
+    rows = []
+    for record in kernels:
+        errors = "  ".join(f"{name} {value['error']:.1e}" for name, value in record["tensors"].items())
+        rows.append((record["operator"], errors, "pass" if record["passed"] else "FAIL"))
+    results.show(f"kernels on {device}, against the eager backend in float64", ("call", "relative error", ""), rows)
+    for record in kernels:
+        if not record["passed"]:
+            print(f"FAIL {record['refusal']}")
+    print(f"{sum(record['passed'] for record in kernels)} of {len(kernels)} checks of kernels passed")
+
+
 def accuracy(shape: Shape, seed: int, device: torch.device, missing: Collection[str]) -> list[OperatorVerdicts]:
-    """Verdicts on every operator at one shape, in all dtypes except the missing ones."""
+    """Verdicts on the eager backend at one shape: operators and dtypes that it serves, without the missing dtypes."""
     import torch
 
     from wyfold.cli.operators import OPERATOR_SPECS, judged
@@ -172,9 +219,10 @@ def accuracy(shape: Shape, seed: int, device: torch.device, missing: Collection[
         for name, spec in OPERATOR_SPECS.items():
             for dtype in dtypes:
                 progress.begin(f"{name}, {dtype}")
-                found = tuple(judged(spec, shape, dtypes[dtype], seed, device))
-                arguments = spec.on(device, spec.arguments(Shape(*QUICK_SIZES), dtypes[dtype], seed))
-                outcomes.append(OperatorVerdicts(spec, dtype, spec.backend(arguments), found))
+                backend = spec.backend(spec.on(device, spec.arguments(Shape(*QUICK_SIZES), dtypes[dtype], seed)))
+                if backend == "eager":
+                    found = tuple(judged(spec, shape, dtypes[dtype], seed, device))
+                    outcomes.append(OperatorVerdicts(spec, dtype, backend, found))
     return outcomes
 
 

@@ -2,7 +2,8 @@
 
 An entry names a module by its path and imports it at first use, so no backend needs another's dependencies.
 With `backend=None`, CUDA tensors never run on eager and other tensors always do. A requested backend serves the call
-or raises. Which Triton versions are supported on which GPU is data (`runtime/configs/support.json`).
+or raises. Which Triton versions are verified on which GPU is data (`runtime/configs/support.json`). Elsewhere a call's
+kernels pass a self-check before their first use (`kernels/self_check.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from wyfold.kernels import self_check
+from wyfold.kernels.trial import Trial
 from wyfold.runtime import check, kernel_configs, triton_support
 from wyfold.runtime.check import UnsupportedError
 from wyfold.runtime.choices import BACKENDS
@@ -109,6 +111,7 @@ def plan(
     collectives: tuple[str, ...] = (),
     keys: Callable[[], StageKeys] = tuple,
     sizes: StageKeys = (),
+    trial: Callable[[], Trial] | None = None,
 ) -> Plan:
     """Choose the backend and the table entries for the launches of one call. Inside `explain` the call ends here.
 
@@ -126,10 +129,12 @@ def plan(
         kept: Forward stages that are launched although another stage covers them.
         keys: Returns (stage, launch configuration key) of every kernel; called only inside `explain`.
         sizes: (stage, words of such a key) that decide whether the stage's kernels fit the GPU.
+        trial: Returns a small call with the same kernels, for their self-check. None: they are not checked.
 
     Raises:
         ValueError: `backend` is not the name of a backend.
-        UnsupportedError: No backend, or not the requested one, serves every launch on this device.
+        UnsupportedError: No backend, or not the requested one, serves every launch on this device; or the kernels
+            failed their self-check.
     """
     check.choice(operator, "backend", backend, (None, *BACKENDS))
     choose = _choose if torch.compiler.is_compiling() else _choose_cached
@@ -147,15 +152,34 @@ def plan(
     parts = parts if chosen == "eager" else min(parts, 1)
     found = Plan(operator, chosen, *launches, dict(reasons), chunk_size, parts, copies, collectives)
     found = dataclasses.replace(found, segments=segments)
+    if chosen == "triton":
+        found = dataclasses.replace(found, self_check=_self_check(operator, device, reasons, trial))
     if chosen == "triton" and explaining():
         found = _with_kernels(found, forward, backward, device, keys(), kept)
         in_gluon = any(".gluon)" in launched for launched in found.forward + found.backward)
         copied = copies + kernel_copies + (tma_copies if in_gluon else ())
         found = dataclasses.replace(found, copies=tuple(dict.fromkeys(copied)))
-    found = announce_plan(found)
-    if chosen == "triton" and device.type == "cuda":
-        _warn_of_unverified(device)
-    return found
+    return announce_plan(found)
+
+
+def _self_check(operator: str, device: torch.device, reasons: dict[str, str], trial: Callable[[], Trial] | None) -> str:
+    """State of the self-check of a call's kernels, which is made now if the call is to run.
+
+    Raises:
+        UnsupportedError: It failed, or it cannot be made.
+    """
+    if not self_check.unproven(device):
+        return "verified"
+    if trial is None:
+        return ""
+    small = trial()
+    cases = (small, small._replace(sequences=small.fewest)) if small.fewest else (small,)
+    outcomes = [self_check.outcome(case, device, run=not explaining()) for case in cases]
+    for found in outcomes:
+        if found.refusal:
+            message = f"{operator}: no backend serves this call on {device.type}"
+            raise UnsupportedError(message, {**reasons, "triton": found.refusal})
+    return outcomes[0].state
 
 
 def _with_kernels(
@@ -309,7 +333,7 @@ def _backend_refusal(
 _GLUON_SUBSTITUTES = 'its kernels stand in for single launches of backend="triton", where configurations name them'
 
 _EAGER_ON_REQUEST = (
-    'never chosen unasked for CUDA tensors; ask for it with backend="eager", '
+    'runs on CUDA tensors on request only; ask for it with backend="eager", '
     "an argument of every operator and of the layer or decoder around it"
 )
 
@@ -320,9 +344,9 @@ def _device_refusal(device: torch.device, requested: str | None) -> str:
     if device.type == "cuda":
         return triton_support.support_of(device).refusal or triton_support.interpreter_refusal()
     if device.type != "cpu" or requested is None:
-        return f"never chosen unasked for tensors that are not on CUDA; these are on {device.type}"
+        return f"chosen on request only for tensors that are not on CUDA; these are on {device.type}"
     if requested != "triton":
-        return f"backend={requested!r} was asked for"
+        return f"the call says backend={requested!r}"
     if triton_support.can_interpret():
         return triton_support.interpreter_refusal()
     return 'runs on CUDA tensors; these are on cpu, where backend="eager" runs'
@@ -341,22 +365,3 @@ def _size_refusal(device: torch.device, sizes: StageKeys) -> str:
 def refusal(device: torch.device, requested: str | None) -> str:
     """Reason why no kernel serves any call with this `backend` on a device; empty if kernels do."""
     return str(_device_refusal(device, requested))
-
-
-_warned_architectures: list[str] = []
-
-
-@constant_to_compilers
-def _warn_of_unverified(device: torch.device) -> None:
-    """Warn once per process that the tests have not passed on this GPU under this Triton version."""
-    support = triton_support.support_of(device)
-    if support.proof == "verified" or _warned_architectures:
-        return
-    warnings.warn(
-        f"wyfold: unverified: the kernels were compiled for {support.architecture} under Triton {support.version}, but "
-        "not all tests have passed on such a card; `wyfold verify` measures on this one how far each operator is from "
-        "the float64 recurrence",
-        stacklevel=2,
-    )
-    # Append after the warning: where warnings are errors, it may end a precompilation first and must end the call too.
-    _warned_architectures.append(support.architecture)

@@ -60,7 +60,7 @@ def best_chunk_size(q: Tensor, v: Tensor, *, channel_gate: bool) -> int:
 @constant_to_compilers
 def _has_channel_gradient_kernel(device: torch.device, dtype: torch.dtype, widths: str) -> bool:
     """Whether the Gluon gradient kernel for chunks of 64 with a channel gate is available."""
-    if device.type != "cuda" or not triton_support.support_of(device).proof or dtype not in table.FLOATS:
+    if device.type != "cuda" or triton_support.support_of(device).refusal or dtype not in table.FLOATS:
         return False
     return kernel_configs.has_row(
         triton_support.architecture(device), "gradients.gluon", f"{kernel_configs.dtype_word(dtype)} {widths}"

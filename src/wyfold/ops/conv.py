@@ -10,7 +10,8 @@ from wyfold.autograd.serving_conv import one_row
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.context_parallel.conv import ConvAcrossRanks
 from wyfold.kernels import table
-from wyfold.ops.plan_cache import cached_plan, plan_key
+from wyfold.kernels.trial import Trial, boundary_sample, sample
+from wyfold.ops.plan_cache import any_requires_grad, cached_plan, plan_key
 from wyfold.ops.rank_agreement import check_shard, ranks_agree
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, packed_boundaries
@@ -148,8 +149,30 @@ def _make_plan(
         copies=copies,
         collectives=() if context is None else _collectives(context, sizes),
         keys=lambda: [("conv", f"conv W{W}"), ("conv", f"conv_bwd W{W}")],
+        trial=lambda: _trial(t, output_final_state, activation is not None, cu),
     )
     return plan.backend
+
+
+def _trial(t: ConvTensors, output_final_state: bool, activated: bool, cu: Tensor | None) -> Trial:
+    """A small call with the kernels of this one."""
+    return Trial(
+        _NAME,
+        "causal_conv1d_fwd",
+        (
+            sample(t.x, "normal", "BT"),
+            sample(t.weight, "normal", ""),
+            sample(t.bias, "normal", ""),
+            sample(t.residual, "normal", "BT"),
+            sample(t.initial_state, "normal", "N"),
+            boundary_sample(cu),
+        ),
+        (output_final_state, activated, "triton"),
+        ("y", "state"),
+        sequences=4,
+        packed=cu is not None,
+        gradients=any_requires_grad(t[:5]),
+    )
 
 
 def _check_context(context: ContextParallel, x: Tensor, W: int, cu: Tensor | None) -> None:

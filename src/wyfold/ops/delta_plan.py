@@ -13,12 +13,14 @@ from wyfold.autograd.row_alignment import alignment_copies, tma_copies
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.context_parallel.delta import summarized_by_kernels
 from wyfold.kernels import table
+from wyfold.kernels.trial import TOKENS, Sample, Trial, boundary_sample, sample, states_like
 from wyfold.ops.chunking import chunk_size_of, cut_of, runs_eagerly
 from wyfold.ops.delta_arguments import DeltaCall
 from wyfold.ops.delta_checks import CheckedDelta, check_call
 from wyfold.ops.plan_cache import any_requires_grad
 from wyfold.runtime import check, kernel_configs
-from wyfold.runtime.chunk_layout import Cut, expected_segments
+from wyfold.runtime.chunk_layout import CUT_FROM, Cut, expected_segments
+from wyfold.runtime.layout import boundaries_of
 from wyfold.runtime.options import DeltaOptions, gradient_unit
 from wyfold.runtime.plan import Plan, explaining
 
@@ -31,8 +33,7 @@ def make_plan(call: DeltaCall) -> DeltaOptions:
     cut = cut_of(call, checked, chunk_size)
     given = *checked[:3], call.g, call.beta, call.initial_state, call.gate.A_log, call.gate.dt_bias
     save = any_requires_grad(given)
-    plan = _plan(call, checked, chunk_size, cut, given, save=save)
-    return DeltaOptions(
+    options = DeltaOptions(
         operator=call.op,
         recurrent=chunk is None,
         scale=checked.scale,
@@ -49,17 +50,19 @@ def make_plan(call: DeltaCall) -> DeltaOptions:
         checkpoint_every=checked.every,
         save=save,
         keep_factors=chunk is not None and chunk.disable_recompute,
-        backend=plan.backend,
+        backend="triton",
         segment_chunks=cut.chunks,
         segments=cut.most,
         unit=gradient_unit(checked.scale, checked.q.dtype),
     )
+    return options._replace(backend=_plan(call, checked, options, cut, given).backend)
 
 
 def _plan(
-    call: DeltaCall, checked: CheckedDelta, chunk_size: int, cut: Cut, given: tuple[Tensor | None, ...], *, save: bool
+    call: DeltaCall, checked: CheckedDelta, options: DeltaOptions, cut: Cut, given: tuple[Tensor | None, ...]
 ) -> Plan:
     """Launches of both directions and their backend. given: all floating tensors of the call."""
+    chunk_size, save = options.chunk_size, options.save
     q, k, v, g, sizes, N = checked.q, checked.k, checked.v, call.g, checked.sizes, checked.sequences
     recurrent, context = call.chunk is None, None if call.chunk is None else call.chunk.cp_context
     communicates = context is not None and not runs_eagerly(call) and _has_collectives(context, sizes)
@@ -103,7 +106,58 @@ def _plan(
         if explaining() and not recurrent
         else (),
         keys=keys,
+        trial=lambda: _trial(call, checked, options),
     )
+
+
+def _trial(call: DeltaCall, checked: CheckedDelta, options: DeltaOptions) -> Trial:
+    """A small call with the kernels of this one. Its sequences are cut into segments if those of the call may be.
+
+    The states that ranks exchange are not part of it: it is a call of one rank.
+    """
+    (q, k, v), gate, sizes = checked[:3], call.gate, checked.sizes
+    sequences, tokens = checked.sequences, TOKENS
+    if options.segment_chunks or (call.chunk is not None and call.chunk.cp_context is not None):
+        most = CUT_FROM + 1
+        tokens = most * options.chunk_size - 7
+        sequences = -(-expected_segments(sequences, sizes["B"] * sizes["T"], options.chunk_size, options.cut) // most)
+        options = options._replace(segment_chunks=1, segments=most)
+    if options.recurrent:
+        tokens = options.chunk_size + 9
+    if options.checkpoint_every:
+        tokens = max(tokens, 2 * options.checkpoint_every + 9)
+    return Trial(
+        call.op,
+        "delta_fwd",
+        (
+            *token_samples(q, k, v, call.g, call.beta, options),
+            sample(call.initial_state, "normal", "N"),
+            sample(gate.A_log, "A_log", ""),
+            sample(gate.dt_bias, "dt_bias", ""),
+            boundary_sample(boundaries_of(call.cu_seqlens)[0]),
+            None,
+        ),
+        tuple(options),
+        ("o", "state", "states"),
+        tokens=tokens,
+        packed=call.cu_seqlens is not None,
+        gradients=options.save,
+        rounding="once" if options.recurrent else "chunks",
+        **states_like(sequences, v),
+    )
+
+
+def token_samples(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, options: DeltaOptions
+) -> list[Sample | None]:
+    """Samples of the tokens of a delta-family call."""
+    return [
+        sample(q, "normal" if options.qk_l2norm else "unit", "BT"),
+        sample(k, "normal" if options.qk_l2norm else "unit", "BT"),
+        sample(v, "normal", "BT"),
+        sample(g, "decay" if options.activation == "given" else "normal", "BT"),
+        sample(beta, "normal" if options.beta_logit else "strength", "BT"),
+    ]
 
 
 def launch_keys(

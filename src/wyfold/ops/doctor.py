@@ -10,12 +10,14 @@ import platform
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from email.utils import formatdate  # of a file; reads no clock
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from wyfold.kernels import table
+from wyfold.kernels.self_check import remembered_here
 from wyfold.ops.conv import causal_conv1d
 from wyfold.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
 from wyfold.ops.explain import explain
@@ -25,7 +27,7 @@ from wyfold.ops.kda import chunk_kda, fused_recurrent_kda
 from wyfold.ops.norm import l2norm, rms_norm_gated
 from wyfold.ops.solve import chunk_scaled_dot_kkt, solve_tril
 from wyfold.ops.ttt_linear import chunk_ttt_linear, fused_recurrent_ttt_linear
-from wyfold.runtime import triton_support
+from wyfold.runtime import triton_support, user_cache
 from wyfold.runtime.check import UnsupportedError, checking_contents
 
 OLDEST_TORCH = (2, 11)
@@ -73,6 +75,8 @@ class DoctorReport:
         cells: Stage -> backend -> evidence for its results.
         extras: Optional package -> its version, or the command that installs it.
         settings: Process-wide settings that affect calls.
+        self_checks: Self-checks of kernels that are remembered for this toolchain, the latest last: operator, card,
+            seconds since 1970, whether it passed, and the refusal otherwise.
     """
 
     hardware: Mapping[str, Any]
@@ -82,6 +86,7 @@ class DoctorReport:
     cells: Mapping[str, Mapping[str, str]]
     extras: Mapping[str, str]
     settings: Mapping[str, Any]
+    self_checks: tuple[Mapping[str, Any], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The report as nested dictionaries, lists and plain values."""
@@ -95,6 +100,12 @@ class DoctorReport:
             lines.append(f"  {service.operator:<32} {service.device:<5} {service.backend or 'refused'}")
         for backend, operators in self.reasons().items():
             lines += [f"not {backend}", *(f"  {reason}: {', '.join(names)}" for reason, names in operators.items())]
+        lines.append("self-checks of kernels")
+        for check in self.self_checks:
+            when, answer = formatdate(check["when"]), "passed" if check["passed"] else check["refusal"]
+            lines.append(f"  {when}  {check['operator']} on {check['card']}: {answer}")
+        if not self.self_checks:
+            lines.append("  none")
         return "\n".join(lines)
 
     def reasons(self) -> dict[str, dict[str, list[str]]]:
@@ -111,7 +122,7 @@ class DoctorReport:
 def doctor() -> DoctorReport:
     """Report hardware, versions, and for each operator its backend and the reasons against the others.
 
-    Runs no operator, changes nothing, downloads nothing, and reads no environment variable.
+    Runs no operator, changes nothing and downloads nothing.
 
     Returns:
         DoctorReport, with fields for programs and `str` for people.
@@ -123,7 +134,9 @@ def doctor() -> DoctorReport:
         {'eager'}
     """
     found = versions()
-    return DoctorReport(hardware(), found, _known_bad(), _services(), _cells(), _extras(found), _settings())
+    return DoctorReport(
+        hardware(), found, _known_bad(), _services(), _cells(), _extras(found), _settings(), _self_checks()
+    )
 
 
 def hardware() -> dict[str, Any]:
@@ -185,16 +198,16 @@ def _gpus() -> list[torch.device]:
 
 
 def _kernels_on(device: torch.device) -> str:
-    """Status of the kernels on a GPU: verified, unverified or refused."""
+    """Status of the kernels on a GPU: verified, checked at first use, or refused."""
     support = triton_support.support_of(device)
     if support.refusal:
         return f"refused: {support.refusal}"
-    if support.proof == "verified":
-        return f"verified on {support.architecture} under Triton {support.version}"
-    return (
-        f"unverified on {support.architecture} under Triton {support.version}: compiled for it, "
-        "never run by the tests; `wyfold verify` measures it on this one"
-    )
+    where = f"{support.architecture} under Triton {support.version}"
+    if support.verified:
+        return f"verified on {where}"
+    if user_cache.self_check_setting() == "refuse":
+        return f"not verified on {where}; only kernels that passed a self-check run ({user_cache.SELF_CHECK}=refuse)"
+    return f"not verified on {where}: each kernel is checked at its first use; `wyfold verify` checks all of them now"
 
 
 def _known_bad() -> tuple[str, ...]:
@@ -207,6 +220,9 @@ def _known_bad() -> tuple[str, ...]:
         reason := triton_support.version_refusal(triton_support.triton_version())
     ):
         found.append(f"every GPU kernel is refused: {reason}")
+    for reason in dict.fromkeys(triton_support.support_of(gpu).refusal for gpu in _gpus()):
+        if reason and not any(reason in text for text in found):
+            found.append(f"every GPU kernel is refused: {reason}")
     if refusal := triton_support.interpreter_refusal():
         found.append(refusal)
     return tuple(found)
@@ -228,6 +244,11 @@ def _cells() -> dict[str, dict[str, str]]:
     return found
 
 
+def _self_checks() -> tuple[Mapping[str, Any], ...]:
+    names = "operator", "card", "passed", "refusal"
+    return tuple({"when": when} | {name: record.get(name) for name in names} for when, record in remembered_here())
+
+
 def _extras(found: Mapping[str, str]) -> dict[str, str]:
     return {
         package: found.get(package, f'not installed; pip install "wyfold[{extra}]"')
@@ -244,7 +265,9 @@ def _settings() -> dict[str, Any]:
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "autocast_cpu": torch.is_autocast_enabled("cpu"),
         "checked": checking_contents(),
-        "environment_variables": "none is read",
+        "self_check": user_cache.self_check_setting(),
+        "cache_folder": str(user_cache.cache_folder()),
+        "environment_variables": f"{user_cache.FOLDER}, XDG_CACHE_HOME and {user_cache.SELF_CHECK} are read",
     }
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from wyfold.kernels import table
 from wyfold.kernels.gate import GateGradients
-from wyfold.ops.plan_cache import cached_plan, plan_key
+from wyfold.kernels.trial import Trial, sample
+from wyfold.ops.plan_cache import any_requires_grad, cached_plan, plan_key
 from wyfold.runtime import check
 from wyfold.runtime.plan import Plan
 from wyfold.runtime.replay_cache import replayed
@@ -157,7 +158,12 @@ def fused_beta_sigmoid(x: Tensor, scale: float = 1.0, *, backend: str | None = N
     def make_plan() -> str:
         check.floating(op, x=check.tensor(op, "x", x))
         check.number(op, "scale", scale)
-        return _plan(op, "beta_sigmoid", x, backend, (x.dtype,)).backend
+
+        def trial() -> Trial:
+            logits = sample(x, "normal", "T", keep=0)
+            return Trial(op, "beta_sigmoid_fwd", (logits,), (float(scale), "triton"), gradients=any_requires_grad([x]))
+
+        return _plan(op, "beta_sigmoid", x, backend, (x.dtype,), trial).backend
 
     def run() -> Tensor:
         chosen = cached_plan(plan_key((x,), values, backend), make_plan)
@@ -166,7 +172,14 @@ def fused_beta_sigmoid(x: Tensor, scale: float = 1.0, *, backend: str | None = N
     return replayed((x,), values, run)
 
 
-def _plan(op: str, launch: str, x: Tensor, backend: str | None, dtypes: tuple[torch.dtype, ...]) -> Plan:
+def _plan(
+    op: str,
+    launch: str,
+    x: Tensor,
+    backend: str | None,
+    dtypes: tuple[torch.dtype, ...],
+    trial: Callable[[], Trial],
+) -> Plan:
     return table.plan(
         op,
         x.device,
@@ -175,6 +188,7 @@ def _plan(op: str, launch: str, x: Tensor, backend: str | None, dtypes: tuple[to
         backward=("gate",),
         dtypes=dtypes,
         keys=lambda: [("gate", launch), ("gate", f"{launch}_bwd")],
+        trial=trial,
     )
 
 
@@ -206,11 +220,25 @@ def _gate(
         check_gate()
         check.dtype_option(op, "output_dtype", output_dtype)
         stored = output_dtype or widest(*tensors)
-        return stored, _plan(op, "gate", g, backend, (*table.dtypes(*tensors), stored)).backend
+
+        def trial() -> Trial:
+            given = g[..., None] if op == "fused_gdn_gate" else g
+            samples = (
+                sample(given, "normal", "T", keep=2),
+                sample(A_log, "A_log", ""),
+                sample(dt_bias, "dt_bias", ""),
+            )
+            values = *activated(), stored, "triton"
+            return Trial(op, "gate_fwd", samples, values, gradients=any_requires_grad(tensors))
+
+        return stored, _plan(op, "gate", g, backend, (*table.dtypes(*tensors), stored), trial).backend
+
+    def activated() -> tuple[str, float]:
+        return ("softplus", 0.0) if lower_bound is None else ("bounded", float(lower_bound))
 
     def run() -> Tensor:
         chosen = cached_plan(plan_key(tensors, values, backend), make_plan)
-        activation, bound = ("softplus", 0.0) if lower_bound is None else ("bounded", float(lower_bound))
+        activation, bound = activated()
         if op == "fused_gdn_gate":
             return apply(op, _Gate, g.unsqueeze(-1), A_log, dt_bias, activation, bound, *chosen).squeeze(-1)
         return apply(op, _Gate, *tensors, activation, bound, *chosen)

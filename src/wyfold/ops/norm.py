@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from wyfold.kernels import table
 from wyfold.kernels.norm import RmsNormGradients, RmsNormOptions
-from wyfold.ops.plan_cache import cached_plan, plan_key
+from wyfold.kernels.trial import Trial, sample
+from wyfold.ops.plan_cache import any_requires_grad, cached_plan, plan_key
 from wyfold.runtime import check
 from wyfold.runtime.plan import Plan
 from wyfold.runtime.replay_cache import replayed
@@ -57,7 +59,13 @@ def l2norm(
         _rows(op, x)
         check.dtype_option(op, "output_dtype", output_dtype)
         check.epsilon(op, eps, widest(x))
-        return _plan(op, x, backend, (x.dtype, output_dtype or x.dtype)).backend
+        stored = output_dtype or x.dtype
+
+        def trial() -> Trial:
+            rows = sample(x, "normal", "T", keep=1)
+            return Trial(op, "l2norm_fwd", (rows,), (float(eps), stored, "triton"), gradients=any_requires_grad([x]))
+
+        return _plan(op, x, backend, (x.dtype, stored), trial).backend
 
     def run() -> Tensor:
         chosen = cached_plan(plan_key((x,), values, backend), make_plan)
@@ -135,7 +143,16 @@ def rms_norm_gated(
         check.floating(op, g=g, weight=weight, bias=bias)
         check.same_attribute(op, "device", x=x, g=g, weight=weight, bias=bias)
         check.epsilon(op, eps, widest(x, g, weight, bias))
-        return _plan(op, x, backend, table.dtypes(x, g, weight, bias)).backend
+        options = RmsNormOptions(activation, float(eps), norm_before_gate, round_before_weight)
+
+        def trial() -> Trial:
+            rows = [sample(t, "normal", "T", keep=1) for t in (x, g)]
+            parameters = [sample(t, "weight", "") for t in (weight, bias)]
+            values = *options.scalars(), "triton"
+            grad = any_requires_grad(tensors)
+            return Trial(op, "rms_norm_gated_fwd", (*rows, *parameters), values, gradients=grad)
+
+        return _plan(op, x, backend, table.dtypes(x, g, weight, bias), trial).backend
 
     def run() -> Tensor:
         chosen = cached_plan(plan_key(tensors, values, backend), make_plan)
@@ -145,7 +162,7 @@ def rms_norm_gated(
     return replayed(tensors, values, run)
 
 
-def _plan(op: str, x: Tensor, backend: str | None, dtypes: tuple[torch.dtype, ...]) -> Plan:
+def _plan(op: str, x: Tensor, backend: str | None, dtypes: tuple[torch.dtype, ...], trial: Callable[[], Trial]) -> Plan:
     return table.plan(
         op,
         x.device,
@@ -154,6 +171,7 @@ def _plan(op: str, x: Tensor, backend: str | None, dtypes: tuple[torch.dtype, ..
         backward=("norm",),
         dtypes=dtypes,
         keys=lambda: [("norm", op), ("norm", f"{op}_bwd")],
+        trial=trial,
     )
 
 

@@ -10,10 +10,11 @@ from torch import Tensor
 from wyfold.autograd.row_alignment import alignment_copies, tma_copies
 from wyfold.autograd.serving_delta import DeltaServing, serve
 from wyfold.kernels import table
+from wyfold.kernels.trial import TOKENS, Sample, Trial, boundary_sample, sample, states_like
 from wyfold.ops.chunking import best_chunk_size
 from wyfold.ops.delta_arguments import GateFlags
 from wyfold.ops.delta_checks import check_boundaries, check_gate, check_tensors
-from wyfold.ops.delta_plan import launch_keys, launch_sizes
+from wyfold.ops.delta_plan import launch_keys, launch_sizes, token_samples
 from wyfold.ops.plan_cache import cached_plan, plan_key, refuse_gradients
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries_of
@@ -212,20 +213,7 @@ def _make_plan(call: ServingCall) -> DeltaOptions:
             found = [(stage, f"{key} wide" if stage == "scan" else key) for stage, key in found]
         return [("state_pool", ""), *found] if every else found
 
-    plan = table.plan(
-        op,
-        q.device,
-        backend,
-        forward=("state_pool", "prepare", "scan") if chunked else ("prepare", "recurrent"),
-        kept=("state_pool",) if every else (),
-        dtypes=table.dtypes(*given.values(), slots.checkpoint_pool),
-        chunk_size=chunk_size if chunked else None,
-        sizes=launch_sizes(q, chunk_size) if chunked else (),
-        kernel_copies=alignment_copies(q=q, k=k, g=g if gate.channel else None) if chunked and explaining() else (),
-        tma_copies=tma_copies(q, k, v) if chunked and explaining() else (),
-        keys=keys,
-    )
-    return DeltaOptions(
+    options = DeltaOptions(
         operator=op,
         recurrent=not chunked,
         scale=int(sizes["K"]) ** -0.5 if scale is None else check.number(op, "scale", scale),
@@ -242,8 +230,85 @@ def _make_plan(call: ServingCall) -> DeltaOptions:
         checkpoint_every=every,
         save=False,
         keep_factors=False,
-        backend=plan.backend,
+        backend="triton",
     )
+    plan = table.plan(
+        op,
+        q.device,
+        backend,
+        forward=("state_pool", "prepare", "scan") if chunked else ("prepare", "recurrent"),
+        kept=("state_pool",) if every else (),
+        dtypes=table.dtypes(*given.values(), slots.checkpoint_pool),
+        chunk_size=chunk_size if chunked else None,
+        sizes=launch_sizes(q, chunk_size) if chunked else (),
+        kernel_copies=alignment_copies(q=q, k=k, g=g if gate.channel else None) if chunked and explaining() else (),
+        tma_copies=tma_copies(q, k, v) if chunked and explaining() else (),
+        keys=keys,
+        trial=lambda: _trial(call, q, k, v, cu, N, options),
+    )
+    return options._replace(backend=plan.backend)
+
+
+def _trial(
+    call: ServingCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu: Tensor | None,
+    sequences: int,
+    options: DeltaOptions,
+) -> Trial:
+    """A small call with the kernels of this one.
+
+    Args:
+        call: The call.
+        q, k, v: Its tokens, in the dtype of an active autocast.
+        cu: Its boundaries, or None.
+        sequences: N.
+        options: Its options.
+    """
+    slots, gate, every = call.slots, call.gate, options.checkpoint_every
+    tokens = max(TOKENS, 2 * every + 9)
+    if options.recurrent:
+        tokens = 1 if q.shape[1] == 1 and cu is None else 5
+    small = Trial(
+        call.op,
+        "serve",
+        (
+            *token_samples(q, k, v, call.g, call.beta, options),
+            sample(gate.A_log, "A_log", ""),
+            sample(gate.dt_bias, "dt_bias", ""),
+            boundary_sample(cu),
+            sample(slots.pool, "normal", "S"),
+            *slot_samples(slots.state_indices, slots.output_state_indices, each=slots.each),
+            sample(slots.has_initial_state, "flags", "N"),
+            sample(slots.num_accepted_tokens, "accepted", "N"),
+            sample(slots.checkpoint_pool, "normal", "R"),
+            None if slots.checkpoint_indices is None else Sample("rows", slots.checkpoint_indices.dtype, "R", ()),
+            sample(v if call.out is None else call.out, "normal", "BT"),
+        ),
+        (slots.each, -1, *options),
+        (),
+        tokens=tokens,
+        packed=cu is not None,
+        gradients=False,
+        rounding="once" if options.recurrent else "chunks",
+        written=tokens if slots.each else 1,
+        **({"sequences": 9} if options.recurrent else states_like(sequences, v)),
+    )
+    if slots.checkpoint_pool is None:
+        return small
+    rows = small.sizes()["T"] // every
+    return small._replace(rows=rows if small.packed else rows * small.sequences)
+
+
+def slot_samples(
+    source: Tensor | None, target: Tensor | None, *, each: bool = False
+) -> tuple[Sample | None, Sample | None]:
+    """Samples of the slots that rows of a serving call read and write, as the registered operators take them."""
+    read = None if source is None else Sample("slots", source.dtype, "NC", ())
+    written = None if target is None else Sample("other slots", target.dtype, "NC" if each else "N", ())
+    return read, written
 
 
 def _check_checkpoints(

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from wyfold.autograd.serving_conv import ConvServing, serve_conv
 from wyfold.kernels import table
+from wyfold.kernels.trial import TOKENS, Sample, Trial, boundary_sample, sample
 from wyfold.ops.plan_cache import cached_plan, plan_key, refuse_gradients
+from wyfold.ops.serving_call import slot_samples
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, packed_boundaries
 from wyfold.runtime.replay_cache import replayed
@@ -273,8 +275,47 @@ def _make_plan(
         forward=("conv_pool",) if drafts else ("state_pool", "conv"),
         dtypes=table.dtypes(*given.values()),
         keys=lambda: [(launch, f"W{W}" if drafts else f"conv W{W}"), *([] if drafts else [("state_pool", "")])],
+        trial=lambda: _trial(op, x, pool, weight, bias, cu, flags, drafts=drafts, most=capacity),
     )
     return plan.backend
+
+
+def _trial(
+    op: str,
+    x: Tensor,
+    pool: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cu: Tensor | None,
+    flags: _Flags,
+    *,
+    drafts: bool,
+    most: int,
+) -> Trial:
+    """A small call with the kernels of this one, of at most so many tokens if it keeps drafts."""
+    tokens = min(most, 5) if drafts else TOKENS
+    D = weight.shape[0]
+    return Trial(
+        op,
+        "serve_conv",
+        (
+            Sample("normal", x.dtype, "BT", (D,)),
+            sample(weight, "normal", ""),
+            sample(bias, "normal", ""),
+            sample(pool, "normal", "S"),
+            slot_samples(flags.state_indices, None)[0],
+            sample(flags.has_initial_state, "flags", "N"),
+            sample(flags.num_accepted_tokens, "accepted", "N"),
+            boundary_sample(cu),
+            Sample("normal", x.dtype, "BT", (D,)),
+        ),
+        (-1, drafts, flags.activation is not None, op, "triton"),
+        (),
+        sequences=9,
+        tokens=tokens,
+        packed=cu is not None,
+        gradients=False,
+    )
 
 
 def _check_pool(op: str, pool: Tensor, D: int, W: int) -> None:

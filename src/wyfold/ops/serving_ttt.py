@@ -9,7 +9,9 @@ from torch import Tensor
 
 from wyfold.autograd.serving_ttt import TTTServing, serve_ttt
 from wyfold.kernels import table
+from wyfold.kernels.trial import Trial, sample
 from wyfold.ops.plan_cache import cached_plan, plan_key, refuse_gradients
+from wyfold.ops.serving_call import slot_samples
 from wyfold.ops.ttt_arguments import column, split_numbers
 from wyfold.ops.ttt_checks import check_form, check_tokens
 from wyfold.ops.ttt_linear import TTTState
@@ -156,6 +158,23 @@ def _ttt_decode(
             check.same_attribute(op, "device", v=v, out=given)
             check.no_overlap(op, out=given)
         D = v.shape[3]
+
+        def trial() -> Trial:
+            samples = (
+                *(sample(x, "normal" if x is cast[2] else "unit", "BT") for x in cast),
+                sample(column(v, eta), "step", "BT"),
+                None if eta_col is None else sample(column(v, eta_col), "weight", "BT"),
+                sample(w, "weight", ""),
+                sample(b, "step", ""),
+                *(sample(x, "normal", "S") for x in pool[:4]),
+                sample(pool.position, "position", "S"),
+                slot_samples(state_indices, None)[0],
+                sample(v if given is None else given, "normal", "BT"),
+            )
+            factor = int(D) ** -0.5 if scale is None else float(scale)
+            values = -1, residual, factor, float(eps), chunk_size, "triton"
+            return Trial(op, "serve_ttt", samples, values, (), sequences=9, tokens=1, gradients=False)
+
         plan = table.plan(
             op,
             v.device,
@@ -163,6 +182,7 @@ def _ttt_decode(
             forward=("ttt_decode",),
             dtypes=table.dtypes(*cast, *pool[:4]),
             keys=lambda: [("ttt_decode", table.kernel_module("ttt_decode", "triton").launch_key(D))],
+            trial=trial,
         )
         return int(D) ** -0.5 if scale is None else check.number(op, "scale", scale), plan.backend
 

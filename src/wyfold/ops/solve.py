@@ -12,6 +12,7 @@ from wyfold.autograd import workspace
 from wyfold.autograd.row_alignment import aligned, alignment_copies
 from wyfold.autograd.workspace import WorkspacePart
 from wyfold.kernels import table
+from wyfold.kernels.trial import Trial, boundary_sample, sample
 from wyfold.ops.plan_cache import cached_plan, plan_key, refuse_gradients
 from wyfold.runtime import check
 from wyfold.runtime.chunk_layout import CHUNK_SIZES, ChunkGrid
@@ -93,7 +94,13 @@ def solve_tril(
         H, C = A.shape[2:]
         stored = output_dtype or widest(A)
         per_part = _chunks_per_part(C, H, C, widest(A))
-        plan = _plan(op, A, cu, C, per_part, backend, (A.dtype, stored), lambda it: it.launch_key(A.dtype, C))
+
+        def trial() -> Trial:
+            samples = sample(A, "triangle", "BT"), None
+            return Trial(op, "solve_tril", samples, (stored, "triton"), ("X",), gradients=False)
+
+        dtypes = A.dtype, stored
+        plan = _plan(op, A, cu, C, per_part, backend, dtypes, lambda it: it.launch_key(A.dtype, C), trial)
         return stored, plan.backend
 
     def run() -> Tensor:
@@ -177,8 +184,19 @@ def chunk_scaled_dot_kkt(
         def key(it: Any) -> str:
             return str(it.launch_key(k.dtype, sizes["K"], chunk_size, it.gate_kind(g)))
 
+        def trial() -> Trial:
+            samples = (
+                sample(k, "unit", "BT"),
+                sample(beta, "strength", "BT"),
+                sample(g, "decay", "BT"),
+                boundary_sample(cu),
+            )
+            values = chunk_size, stored, "triton"
+            return Trial(op, op, samples, values, ("L",), sequences=4, packed=cu is not None, gradients=False)
+
         copies = alignment_copies(k=k, g=g) if channel and explaining() else ()
-        plan = _plan(op, k, cu, chunk_size, per_part, backend, (*table.dtypes(k, beta, g), stored), key, copies)
+        dtypes = *table.dtypes(k, beta, g), stored
+        plan = _plan(op, k, cu, chunk_size, per_part, backend, dtypes, key, trial, copies)
         return stored, plan.backend
 
     def run() -> Tensor:
@@ -223,12 +241,14 @@ def _plan(
     backend: str | None,
     dtypes: tuple[torch.dtype, ...],
     key: Callable[[Any], str],
+    trial: Callable[[], Trial],
     copies: tuple[str, ...] = (),
 ) -> Plan:
     """Plan of one of the two operators.
 
     Args:
         key: Maps the kernel's module to the launch key.
+        trial: As of `table.plan`.
         copies: Names of the arguments that kernels copy first.
     """
     N = None if cu is None else cu.shape[0] - 1
@@ -244,6 +264,7 @@ def _plan(
         parts=parts,
         kernel_copies=copies,
         keys=lambda: [(stage, key(table.kernel_module(stage, "triton")))],
+        trial=trial,
     )
 
 

@@ -13,13 +13,14 @@ from wyfold.autograd.ttt_records import TTTOptions, TTTResult, TTTTensors
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.context_parallel.ttt import ttt_across_ranks
 from wyfold.kernels import table
+from wyfold.kernels.trial import STATES, Trial, boundary_sample, sample
 from wyfold.ops.plan_cache import cached_plan, plan_key
 from wyfold.ops.rank_agreement import ranks_agree
 from wyfold.ops.ttt_arguments import TTTCall, column, split_numbers
 from wyfold.ops.ttt_checks import CheckedTTT, check_call
 from wyfold.runtime import check
 from wyfold.runtime.kernel_configs import dtype_word
-from wyfold.runtime.layout import SequenceLayout
+from wyfold.runtime.layout import SequenceLayout, boundaries_of
 from wyfold.runtime.plan import Plan
 from wyfold.runtime.torch_ops import in_autocast_dtype
 
@@ -53,7 +54,7 @@ def _make_plan(call: TTTCall) -> TTTOptions:
     """Check the call and return its options."""
     form, checked = call.form, check_call(call)
     learning = call[1:8] if call.recurrent else (*call[1:8], *call.states)
-    return TTTOptions(
+    options = TTTOptions(
         operator=call.op,
         recurrent=call.recurrent,
         residual=form.residual,
@@ -65,11 +66,12 @@ def _make_plan(call: TTTCall) -> TTTOptions:
         final_state=form.final_state,
         save=torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in learning),
         keep_states=form.keep_states,
-        backend=_plan(call, checked).backend,
+        backend="triton",
     )
+    return options._replace(backend=_plan(call, checked, options).backend)
 
 
-def _plan(call: TTTCall, checked: CheckedTTT) -> Plan:
+def _plan(call: TTTCall, checked: CheckedTTT, options: TTTOptions) -> Plan:
     """Launches of both directions and their backend."""
     q, k, v, packed, _ = checked
     B, T, _, D = v.shape
@@ -86,6 +88,39 @@ def _plan(call: TTTCall, checked: CheckedTTT) -> Plan:
         collectives=() if call.context is None else _collectives(call.context, v),
         keys=lambda: _launch_keys(v.device, q.dtype, D, C),
         sizes=() if q.dtype == torch.float64 else (("ttt", f"{dtype_word(q.dtype)} K{int(D)} C{C}"),),
+        trial=lambda: _trial(call, checked, options),
+    )
+
+
+def _trial(call: TTTCall, checked: CheckedTTT, options: TTTOptions) -> Trial:
+    """A small call with the kernels of this one, which never starts inside a mini-batch."""
+    q, k, v = checked[:3]
+    state, bias = call.states[:2] if call.states else (None, None)
+    steps = column(v, call.eta), None if call.eta_col is None else column(v, call.eta_col)
+    return Trial(
+        call.op,
+        "ttt_fwd",
+        (
+            sample(q, "unit", "BT"),
+            sample(k, "unit", "BT"),
+            sample(v, "normal", "BT"),
+            sample(call.w, "weight", ""),
+            sample(call.b, "step", ""),
+            sample(steps[0], "step", "BT"),
+            sample(steps[1], "weight", "BT"),
+            sample(state, "normal", "N"),
+            sample(bias, "normal", "N"),
+            None,
+            None,
+            None,
+            boundary_sample(boundaries_of(call.cu_seqlens)[0]),
+        ),
+        tuple(options),
+        ("o", "state", "state_bias"),
+        sequences=-(-STATES // v.shape[2]),
+        packed=call.cu_seqlens is not None,
+        gradients=options.save,
+        rounding="inputs",
     )
 
 

@@ -10,6 +10,7 @@ import functools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import resources
 from types import ModuleType
 from typing import Any
 
@@ -75,8 +76,11 @@ def row(architecture: str, kernel: str, key: str) -> str:
 
 @functools.cache
 def has_row(architecture: str, kernel: str, key: str) -> bool:
-    """Whether the table of an architecture has a row for a key of `kernel`, which may be missing or have no default."""
-    rows = shipped(architecture).get(kernel, {})
+    """Whether the file of an architecture has a row for a key of `kernel`, which may be missing or have no default.
+
+    An architecture without a file has none: the rows that it borrows are for Triton's kernels only.
+    """
+    rows = shipped(architecture).get(kernel, {}) if architecture in _files() else {}
     return any(set(key.split()).issuperset(name.split()) for name in rows)
 
 
@@ -100,8 +104,8 @@ def tile_width(width: int) -> int:
 def hardware_limit(architecture: str, kernel: str, key: str) -> str:
     """Reason why a kernel with this key exceeds the GPU's resources, from `configs/support.json`; empty if it fits."""
     for limit in json.loads(triton_support.config_text("support"))["beyond"]:
-        architectures, words = limit["architectures"], limit["key"].split()
-        if kernel == limit["kernel"] and architecture in architectures and _words(key).issuperset(words):
+        listed, words = borrowed_from(architecture) in limit["architectures"], limit["key"].split()
+        if kernel == limit["kernel"] and listed and _words(key).issuperset(words):
             return f"{limit['reason']} on {architecture}; {limit['remedy']}"
     return ""
 
@@ -125,9 +129,31 @@ def dtype_word(dtype: torch.dtype) -> str:
 
 
 def shipped(architecture: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """Table of an architecture as its file has it: kernel -> row -> fields."""
-    rows: dict[str, dict[str, dict[str, Any]]] = json.loads(triton_support.config_text(architecture))
+    """Table of an architecture as its file has it: kernel -> row -> fields. Without a file, that of a similar one."""
+    rows: dict[str, dict[str, dict[str, Any]]] = json.loads(triton_support.config_text(borrowed_from(architecture)))
     return rows
+
+
+@functools.cache
+def borrowed_from(architecture: str) -> str:
+    """Architecture whose file is used: its own, or that of the nearest older one, or of the oldest.
+
+    A newer GPU of NVIDIA's has the resources of the older one of its generation, or more. Another maker's uses the
+    file of the oldest, whose configurations need the least.
+    """
+    numbers = {int(name[3:]): name for name in _files() if name.startswith("sm_")}
+    if architecture in _files():
+        return architecture
+    number = architecture[3:]
+    older = [n for n in numbers if architecture.startswith("sm_") and number.isdigit() and n <= int(number)]
+    return numbers[max(older, default=min(numbers))]
+
+
+@functools.cache
+def _files() -> frozenset[str]:
+    """Architectures that have a file."""
+    names = (file.name for file in resources.files("wyfold.runtime").joinpath("configs").iterdir())
+    return frozenset(name.removesuffix(".json") for name in names if name.startswith(("sm_", "gfx")))
 
 
 @contextlib.contextmanager

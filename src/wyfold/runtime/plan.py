@@ -43,6 +43,8 @@ class Plan:
         compiles: Kernels that have not run in this process yet. They are compiled, or read from disk, before they run.
         segments: Most segments of a sequence that are scanned in parallel. In a packed batch each sequence is cut by
             its length.
+        self_check: State of the kernels' self-check: "verified" where the support table vouches for them, else
+            "passed" or "not run". Empty without kernels.
     """
 
     operator: str
@@ -57,6 +59,7 @@ class Plan:
     rows: tuple[Launch, ...] = ()
     compiles: tuple[str, ...] = ()
     segments: int = 1
+    self_check: str = ""
 
     def __str__(self) -> str:
         rows = [("operator", self.operator), ("backend", self.backend)]
@@ -68,6 +71,7 @@ class Plan:
         ]
         lists = ("copies", "collectives", "rows", "compiles")
         rows += [(name, ", ".join(map(str, getattr(self, name))) or "none") for name in lists]
+        rows += [("self-check", self.self_check or "none")]
         rows += [(f"not {backend}", reason) for backend, reason in self.refused.items()]
         return "\n".join(f"{name:12} {value}" for name, value in rows)
 

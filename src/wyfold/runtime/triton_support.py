@@ -1,6 +1,7 @@
 """Support table of Triton versions and GPU architectures (`configs/support.json`), and state of the interpreter.
 
-A pair of Triton version and GPU architecture is verified (the tests ran there), compiled only, or refused.
+A pair of Triton version and GPU architecture is verified (the tests ran there), known to be wrong and refused, or
+neither: then each kernel is checked at its first use (`kernels/self_check.py`).
 """
 
 from __future__ import annotations
@@ -23,14 +24,13 @@ class Support(NamedTuple):
     Attributes:
         architecture: Of the GPU, such as "sm_90".
         version: Of Triton; empty if it is not installed.
-        proof: "verified": the test suite ran on such a GPU with such a Triton. "compiled": the kernels were compiled
-            for it and the code was inspected, no more. Empty: refused.
-        refusal: Reason and remedy if refused, else empty.
+        verified: Whether the test suite passed on such a GPU with such a Triton.
+        refusal: Reason and remedy if kernels are refused there, else empty.
     """
 
     architecture: str
     version: str
-    proof: str
+    verified: bool
     refusal: str
 
 
@@ -38,7 +38,7 @@ class Support(NamedTuple):
 def support_of(device: torch.device) -> Support:
     """Support by the installed Triton on a CUDA device. Does not import Triton."""
     if not torch.cuda.is_available():
-        return Support("", triton_version(), "", "there is no CUDA device in this process")
+        return Support("", triton_version(), False, "there is no CUDA device in this process")
     return support_for(architecture(device), triton_version())
 
 
@@ -46,37 +46,23 @@ def support_of(device: torch.device) -> Support:
 def support_for(architecture: str, version: str) -> Support:
     """Support by a version of Triton on a GPU architecture."""
     known = json.loads(config_text("support"))
-    cells, remedy = known["cells"], known["remedy"]
     minor = ".".join(version.split(".")[:2])
-    listed = ", ".join(dict.fromkeys(name for cell in cells.values() for name in cell))
     refusal = version_refusal(version)
-    for bad in known["known_bad"]:  # more specific than an unlisted version, so it takes precedence
+    for bad in known["known_bad"]:
         if minor in bad["versions"] and architecture in bad["architectures"]:
-            refusal = f"Triton {version} is known to be wrong on {architecture}: {bad['reason']}; {remedy}"
-    if not refusal and architecture not in cells[minor]:
-        refusal = (
-            f"no kernel was ever compiled for {architecture}; the table has {listed}; "
-            'backend="eager" runs on any device of PyTorch'
-        )
-    return Support(architecture, version, "" if refusal else cells[minor][architecture], refusal)
+            refusal = f"Triton {version} is known to be wrong on {architecture}: {bad['reason']}; {known['remedy']}"
+    verified = not refusal and known["cells"].get(minor, {}).get(architecture) == "verified"
+    return Support(architecture, version, verified, refusal)
 
 
 @functools.cache
 def version_refusal(version: str) -> str:
-    """Reason why a version of Triton is not supported on any GPU, and the torch to install; empty if it is supported.
+    """Reason why there are no kernels on any GPU, and the torch to install; empty if there is a Triton.
 
     Args:
         version: Of Triton; empty if it is not installed.
     """
-    known = json.loads(config_text("support"))
-    if not version:
-        return f"Triton is not installed; {known['remedy']}"
-    if ".".join(version.split(".")[:2]) in known["cells"]:
-        return ""
-    *most, last = known["cells"]
-    listed = f"{', '.join(most)} and {last}"
-    here = f"Triton {version} is not in the table, which has {listed} (torch here is {torch.__version__})"
-    return f"{here}; {known['remedy']}"
+    return "" if version else f"Triton is not installed; {json.loads(config_text('support'))['remedy']}"
 
 
 @functools.cache

@@ -1,0 +1,248 @@
+"""The comparison of a self-check, on kernels: right ones pass, a wrong one is refused with its figure."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wyfold
+from wyfold import UnsupportedError, serving
+from wyfold.kernels import self_check, table
+from wyfold.ops import plan_cache
+from wyfold.reference import inputs
+from wyfold.reference.shapes import Shape
+from wyfold.runtime import kernel_configs, segment_rule
+
+ROOT = Path(__file__).resolve().parents[2]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def unknown_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: torch.device) -> None:
+    """This device, as one whose kernels are not verified, with a new cache. Few processors keep the checks small."""
+    monkeypatch.setenv("WYFOLD_CACHE", str(tmp_path))
+    monkeypatch.delenv("WYFOLD_SELF_CHECK", raising=False)
+    monkeypatch.setattr(self_check, "unproven", lambda device: True)
+    monkeypatch.setattr(self_check, "_outcomes", {})
+    monkeypatch.setattr(plan_cache, "_plans", {})
+    if device.type == "cpu":
+        monkeypatch.setattr(kernel_configs, "processors", lambda device: 4)
+
+
+def delta(rule: str, dtype: torch.dtype, device: torch.device, *, form: str = "chunk", grad: bool = True, **more: Any):
+    drawing = {name: more.pop(name) for name in ("gate", "beta", "state", "sequences") if name in more}
+    a = inputs.draw("random", rule, Shape(1, 20, 1, 2, 16, 8), dtype=dtype, **drawing)
+    a = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in a.items()}
+    for x in a.values():
+        if grad and isinstance(x, torch.Tensor) and x.is_floating_point():
+            x.requires_grad_()
+    return getattr(wyfold, f"{form}_{rule}")(**a, **more, backend="triton")
+
+
+def ttt(dtype: torch.dtype, device: torch.device):
+    a = inputs.draw("random", "ttt_linear", Shape(1, 20, 1, 1, 16, 16), state="normal", dtype=dtype)
+    a = {name: x.to(device).requires_grad_() for name, x in a.items()}
+    return wyfold.chunk_ttt_linear(**a, output_final_state=True, backend="triton")
+
+
+def served(name: str, dtype: torch.dtype, device: torch.device, **more: Any):
+    T = {"decode": 1, "verify": 3, "prefill": 20}[name]
+    a = inputs.draw("random", "gated_delta_rule", Shape(2, T, 1, 2, 16, 8), dtype=dtype)
+    pool = torch.zeros(9, 2, 8, 16, device=device)
+    slots = torch.arange(6, device=device).view(2, 3) if name == "verify" else torch.arange(2, device=device)
+    tensors = (a[x].to(device) for x in ("q", "k", "v", "g", "beta"))
+    more = {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in more.items()}
+    return getattr(serving, name)(*tensors, pool, slots, state_v_first=True, backend="triton", **more)
+
+
+def cut(device: torch.device):
+    with segment_rule.forced(4):
+        return delta("gated_delta_rule", FP32, device, state="normal", chunk_size=16)
+
+
+CU = torch.tensor([0, 9, 9, 20])
+FLAGS = torch.tensor([True, False])
+CALLS: dict[str, Callable[[torch.device], Any]] = {
+    "GDN, bf16": lambda d: delta("gated_delta_rule", BF16, d),
+    "GDN, fp16, gate inside, logits": lambda d: delta(
+        "gated_delta_rule", FP16, d, gate="model", beta="logits", use_qk_l2norm_in_kernel=True
+    ),
+    "GDN, V first, kept states": lambda d: delta(
+        "gated_delta_rule", BF16, d, grad=False, state_v_first=True, output_final_state=True,
+        return_intermediate_states=True, checkpoint_every=64, chunk_size=64,
+    ),
+    "KDA, fp32, bounded, forward": lambda d: delta("kda", FP32, d, gate="model bounded", grad=False, chunk_size=32),
+    "KDA, bf16, safe gate, packed": lambda d: delta("kda", BF16, d, safe_gate=True, cu_seqlens=CU.to(d), grad=False),
+    "DeltaNet, bf16, factors kept": lambda d: delta("delta_rule", BF16, d, disable_recompute=True),
+    "GDN, recurrent": lambda d: delta("gated_delta_rule", BF16, d, form="fused_recurrent", grad=False, gate="model"),
+    "GDN, segments": cut,
+    "TTT, bf16": lambda d: ttt(BF16, d),
+    "TTT, fp32": lambda d: ttt(FP32, d),
+    "decode": lambda d: served("decode", BF16, d, has_initial_state=FLAGS),
+    "verify": lambda d: served("verify", FP32, d, num_accepted_tokens=torch.tensor([1, 3])),
+    "prefill": lambda d: served("prefill", BF16, d, has_initial_state=FLAGS),
+    "prefill, checkpoints": lambda d: served(
+        "prefill", FP32, d, checkpoint_every=64, checkpoint_pool=torch.zeros(4, 2, 8, 16),
+        checkpoint_indices=torch.zeros(2, 0, dtype=torch.int64), output_state_indices=torch.tensor([3, 4]),
+    ),
+    "convolution": lambda d: wyfold.causal_conv1d(
+        torch.ones(2, 9, 24, device=d, dtype=BF16), torch.ones(24, 4, device=d), torch.ones(24, device=d),
+        initial_state=torch.ones(2, 24, 3, device=d, requires_grad=True), activation="silu", backend="triton",
+        output_final_state=True,
+    ),
+    "convolution, pool": lambda d: serving.conv1d_update(
+        torch.ones(2, 24, device=d), torch.zeros(4, 24, 6, device=d), torch.ones(24, 4, device=d),
+        num_accepted_tokens=torch.ones(2, dtype=torch.int32, device=d), backend="triton",
+    ),
+    "norms": lambda d: wyfold.rms_norm_gated(
+        *(torch.ones(3, 24, device=d, dtype=BF16, requires_grad=True) for _ in range(2)), torch.ones(24, device=d),
+        backend="triton",
+    ),
+    "gates": lambda d: wyfold.fused_gdn_gate(
+        torch.ones(3, 4, device=d), torch.ones(4, device=d, requires_grad=True), backend="triton"
+    ),
+    "kkt": lambda d: wyfold.chunk_scaled_dot_kkt(
+        torch.ones(1, 20, 1, 16, device=d), torch.ones(1, 20, 2, device=d), -torch.ones(1, 20, 2, 16, device=d),
+        cu_seqlens=CU.to(d), backend="triton",
+    ),
+    "solve_tril": lambda d: wyfold.solve_tril(torch.zeros(1, 20, 2, 32, device=d, dtype=BF16), backend="triton"),
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CALLS)
+def test_right_kernels_pass_once(name: str, device, capsys):
+    for _ in range(2):
+        CALLS[name](device)
+    assert [found.state for found in self_check._outcomes.values()] == ["passed"]
+    assert capsys.readouterr().err.count("comparing its kernels with the eager backend") == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["GDN, bf16", "KDA, fp32, bounded, forward", "GDN, segments", "TTT, bf16", "prefill"])
+def test_the_check_launches_the_configurations_of_the_call(name: str, device, monkeypatch):
+    """Every kernel and row that the call uses was used by its check."""
+    used: set[tuple[str, str]] = set()
+    usual = kernel_configs.row
+
+    def noted(architecture: str, kernel: str, key: str) -> str:
+        used.add((kernel, key))
+        return usual(architecture, kernel, key)
+
+    monkeypatch.setattr(kernel_configs, "row", noted)
+    results = CALLS[name](device)
+    checked = set(used)
+    used.clear()
+    results = CALLS[name](device)
+    if isinstance(results, tuple) and results[0].requires_grad:
+        results[0].sum().backward()
+    assert used and used <= checked
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, stage: str, name: str, spoil: Callable[..., None]) -> None:
+    """Let a launch of the Triton kernels be followed by `spoil`, which gets the launch's arguments."""
+    module = table.kernel_module(stage, "triton")
+    usual = getattr(module, name)
+
+    def wrong(*arguments: Any, **more: Any) -> Any:
+        found = usual(*arguments, **more)
+        spoil(*arguments)
+        return found
+
+    monkeypatch.setattr(module, name, wrong)
+
+
+def refusal(name: str, device: torch.device) -> str:
+    with pytest.raises(UnsupportedError) as refused:
+        CALLS[name](device)
+    return refused.value.reasons["triton"]
+
+
+def test_a_wrong_output_is_refused_with_its_figure(device, monkeypatch):
+    """One element in 500 is wrong by a hundredth."""
+    planted(monkeypatch, "solve_tril", "solve_tril", lambda A, grid, X: X[:, 17, :, 1].mul_(1.01))
+    said = refusal("solve_tril", device)
+    assert said.startswith(
+        "the kernels of solve_tril (bfloat16, 2 x 32, without gradients) failed their self-check on "
+    )
+    assert "X has relative error" in said and 'use backend="eager"' in said
+    assert refusal("solve_tril", device) == said
+
+
+def test_a_wrong_gradient_alone_is_refused(device, monkeypatch):
+    planted(monkeypatch, "norm", "rms_norm_gated_bwd", lambda *arguments: arguments[-1].x.mul_(1.02))
+    said = refusal("norms", device)
+    assert "dx has relative error" in said and "dg" not in said and "y has" not in said
+
+
+def test_a_wrong_row_of_a_scan_is_refused(device, monkeypatch):
+    """In 16 bits, where the kernels' error is large: one row of a state, by three hundredths."""
+    planted(monkeypatch, "recurrent", "recurrent", lambda *arguments: arguments[7].leaving[:, :, :, 3].mul_(1.03))
+    assert "pool has relative error" in refusal("decode", device)
+
+
+def test_results_that_are_not_finite_are_refused(device, monkeypatch):
+    planted(monkeypatch, "gate", "gate", lambda *arguments: arguments[-1][0].fill_(torch.nan))
+    assert "y has relative error inf" in refusal("gates", device) or "not finite" in refusal("gates", device)
+
+
+def test_a_compiled_call_is_checked_while_it_is_traced(device, capsys):
+    x = torch.ones(2, 10, 24, device=device, requires_grad=True)
+    call = torch.compile(lambda x: wyfold.l2norm(x, backend="triton"), fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        call(x).sum().backward()
+    assert [found.state for found in self_check._outcomes.values()] == ["passed"]
+    assert capsys.readouterr().err.count("first use of l2norm") == 1
+
+
+@pytest.mark.long
+def test_a_compiled_call_of_any_length_is_checked_for_few_and_many_programs(device, monkeypatch):
+    monkeypatch.setattr(kernel_configs, "processors", lambda device: 20)
+    q = inputs.draw("random", "gated_delta_rule", Shape(1, 20, 1, 2, 16, 8), dtype=BF16)
+    q = {name: x.to(device) for name, x in q.items()}
+    call = torch.compile(
+        lambda **a: wyfold.chunk_gated_delta_rule(**a, backend="triton")[0],
+        fullgraph=True, backend="aot_eager", dynamic=True,
+    )  # fmt: skip
+    call(**q)
+    (many, _), (few, _) = self_check._outcomes
+    assert (many.sequences, few.sequences) == (6, 4) and many._replace(sequences=4) == few
+    assert all(found.state == "passed" for found in self_check._outcomes.values())
+
+
+PROCESS = """
+import sys
+import torch
+from tests import conftest
+
+if conftest.interpreting():
+    conftest.repair_interpreter()
+from wyfold.kernels import self_check
+import wyfold
+
+self_check.unproven = lambda device: True
+x = torch.ones(3, 24, device=sys.argv[1], requires_grad=True)
+wyfold.l2norm(x, backend="triton").sum().backward()
+print(next(iter(self_check._outcomes.values())).state)
+"""
+
+
+def process(device: torch.device) -> subprocess.Popen:
+    command = [sys.executable, "-c", PROCESS, device.type]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.long
+def test_two_processes_at_once_and_one_after_them(device, tmp_path):
+    """Both check or one finds the other's answer; the third finds it."""
+    for running in [process(device), process(device)]:
+        out, err = running.communicate()
+        assert out.strip() == "passed", err
+    (file,) = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert file.suffix == ".json"
+    out, err = process(device).communicate()
+    assert out.strip() == "passed" and "first use" not in err

@@ -1,0 +1,353 @@
+"""Self-check of kernels at first use: when it runs, what is remembered, and what is refused. No kernel runs here.
+
+The card and the comparison are simulated. `tests/interpret/test_self_check.py` has the comparison.
+"""
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wyfold
+from wyfold import UnsupportedError
+from wyfold.kernels import self_check, table
+from wyfold.kernels.trial import Sample, Trial
+from wyfold.reference.error import Errors, Verdict
+from wyfold.runtime import kernel_configs, triton_support, user_cache
+from wyfold.runtime.plan import plan_of
+
+CUDA = torch.device("cuda", 0)
+TRIAL = Trial("chunk_kda", "delta_fwd", (Sample("unit", torch.bfloat16, "BT", (2, 64)),), ("triton",))
+RIGHT = Verdict("dq", torch.bfloat16, Errors(1e-3, 1e-3, 1e-3), Errors(4e-3, 1e-2, 1e-2), "")
+WRONG = Verdict("dk", torch.bfloat16, Errors(3.1e-1, 1.0, 1.0), Errors(6e-3, 1e-2, 1e-2), "over in rms")
+
+
+class Machine:
+    """A simulated card. `verdicts` is what its kernels give; `runs` counts checks; `capturing` sets a capture."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path):
+        self.monkeypatch, self.verdicts, self.runs, self.capturing = monkeypatch, [RIGHT], 0, False
+        self.support = triton_support.support_for("sm_103", "3.9.0")
+        monkeypatch.setenv("WYFOLD_CACHE", str(folder))
+        monkeypatch.delenv("WYFOLD_SELF_CHECK", raising=False)
+        monkeypatch.setattr(triton_support, "support_of", lambda device: self.support)
+        monkeypatch.setattr(triton_support, "architecture", lambda device: self.support.architecture)
+        monkeypatch.setattr(kernel_configs, "processors", lambda device: 132)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"card {self.support.architecture}")
+        monkeypatch.setattr(self_check, "capturing", lambda device: self.capturing)
+        monkeypatch.setattr(self_check, "_on_new_thread", lambda run, device: run())
+        monkeypatch.setattr(self_check, "verdicts", self._judge)
+        monkeypatch.setattr(self_check, "_trusting", False)
+        monkeypatch.setattr(self_check, "_said", set())
+        self.new_process()
+
+    def _judge(self, trial: Trial, device: torch.device) -> list[Verdict]:
+        self.runs += 1
+        if isinstance(self.verdicts, Exception):
+            raise self.verdicts
+        return self.verdicts
+
+    def new_process(self) -> None:
+        """Forget what is in memory."""
+        self.monkeypatch.setattr(self_check, "_outcomes", {})
+        self.toolchain(triton="3.9.0")
+
+    def toolchain(self, **versions: str) -> None:
+        found = {"triton": "3.9.0", "torch": "2.15.0", "cuda": "13.0", "sources": "abc", **versions}
+        self.monkeypatch.setattr(self_check, "toolchain", lambda: found)
+
+    def plan(self, backend: str | None = None, trial: Trial = TRIAL) -> Any:
+        return table.plan("chunk_kda", CUDA, backend, forward=("scan",), dtypes=(torch.bfloat16,), trial=lambda: trial)
+
+    def refusal(self, backend: str | None = None) -> str:
+        with pytest.raises(UnsupportedError) as refused:
+            self.plan(backend)
+        assert str(refused.value).startswith("chunk_kda: no backend serves this call on cuda")
+        return refused.value.reasons["triton"]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    return Machine(monkeypatch, tmp_path)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.json"))
+
+
+@pytest.mark.parametrize("architecture, version", [("sm_103", "3.9.0"), ("sm_90", "4.0.0"), ("sm_80", "3.6.0")])
+def test_the_first_use_checks_once_and_a_later_process_not_at_all(architecture, version, machine, tmp_path, capsys):
+    """An unlisted card, an unlisted Triton, and a pair for which the kernels were compiled only."""
+    machine.support = triton_support.support_for(architecture, version)
+    for _ in range(3):
+        assert machine.plan().self_check == "passed"
+    said = capsys.readouterr().err
+    assert machine.runs == 1 and said.count("\n") == 1
+    assert said.startswith("wyfold: first use of chunk_kda (bfloat16, 2 x 64, with gradients) on card ")
+    machine.new_process()
+    assert machine.plan().self_check == "passed"
+    assert machine.runs == 1 and capsys.readouterr().err == ""
+    (file,) = files(tmp_path)
+    record = json.loads(file.read_text())
+    assert record["passed"] and record["tensors"] == {"dq": {"error": 1e-3, "allowed": 4e-3}}
+    assert record["card"] == f"card {architecture} ({architecture})"
+
+
+def test_a_verified_card_is_not_checked(machine, tmp_path):
+    machine.support = triton_support.support_for("sm_90", "3.6.0")
+    assert machine.plan().self_check == "verified"
+    assert machine.runs == 0 and not files(tmp_path)
+
+
+def test_a_wrong_kernel_is_refused_with_its_figure_and_a_remedy(machine):
+    machine.verdicts = [RIGHT, WRONG]
+    said = machine.refusal()
+    assert "dk has relative error 3.1e-01, allowed are 6.0e-03" in said and "dq" not in said
+    assert 'use backend="eager"' in said and "`wyfold verify --out DIR`" in said
+    machine.new_process()
+    machine.verdicts = [RIGHT]
+    assert machine.refusal("triton") == said
+    assert machine.runs == 1
+    assert machine.plan("eager").backend == "eager"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"triton": "3.9.1"}, {"torch": "2.16.0"}, {"cuda": "13.1"}, {"sources": "other kernels"}],
+    ids=lambda change: next(iter(change)),
+)
+def test_another_toolchain_or_source_is_checked_again(change: dict[str, str], machine):
+    machine.plan()
+    machine.new_process()
+    machine.toolchain(**change)
+    machine.plan()
+    assert machine.runs == 2
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        TRIAL._replace(samples=(Sample("unit", torch.float16, "BT", (2, 64)),)),
+        TRIAL._replace(samples=(Sample("unit", torch.bfloat16, "BT", (2, 128)),)),
+        TRIAL._replace(gradients=False),
+        TRIAL._replace(values=("another option", "triton")),
+    ],
+    ids=["dtype", "width", "gradients", "option"],
+)
+def test_another_kernel_is_checked_too(other: Trial, machine):
+    machine.plan()
+    machine.plan(trial=other)
+    assert machine.runs == 2
+
+
+def test_another_card_is_checked_too(machine):
+    machine.plan()
+    machine.support = triton_support.support_for("sm_121", "3.9.0")
+    machine.plan()
+    assert machine.runs == 2
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b'{"passed": true}',
+        b"{" + b" " * 2**20 + b"}",
+        {"passed": "yes"},
+        {"passed": False},
+        {"refusal": None},
+        {"card": "another"},
+    ],
+    ids=["empty", "torn", "list", "no text", "partial", "huge", "type", "contradiction", "null", "another card"],
+)
+def test_a_damaged_file_is_ignored_and_rewritten(content, machine, tmp_path):
+    machine.plan()
+    (file,) = files(tmp_path)
+    whole = file.read_bytes()
+    file.write_bytes(json.dumps(json.loads(whole) | content).encode() if isinstance(content, dict) else content)
+    machine.new_process()
+    assert machine.plan().self_check == "passed"
+    assert machine.runs == 2 and file.read_bytes() == whole
+
+
+def test_without_a_writable_folder_each_process_checks_once(machine, tmp_path, monkeypatch, capsys):
+    """Below a regular file no folder can be made, not even by an administrator."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("WYFOLD_CACHE", str(tmp_path / "file" / "cache"))
+    for _ in range(3):
+        assert machine.plan().self_check == "passed"
+    machine.plan(trial=TRIAL._replace(gradients=False))
+    said = capsys.readouterr().err.splitlines()
+    assert machine.runs == 2 and len(said) == 3
+    assert "could not be stored in" in said[1] and "WYFOLD_CACHE names another folder" in said[1]
+    machine.new_process()
+    machine.plan()
+    assert machine.runs == 3
+
+
+def test_without_a_home_each_process_checks_once(machine, monkeypatch, capsys):
+    def homeless() -> Path:
+        raise RuntimeError("no home")
+
+    monkeypatch.delenv("WYFOLD_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    for _ in range(2):
+        assert machine.plan().self_check == "passed"
+    assert machine.runs == 1 and "there is no home folder" in capsys.readouterr().err
+    assert self_check.remembered_here() == []
+
+
+def test_the_folder_follows_the_usual_variables(monkeypatch):
+    monkeypatch.delenv("WYFOLD_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/one"))
+    assert user_cache.cache_folder() == Path("/home/one/.cache/wyfold")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert user_cache.cache_folder() == Path("/caches/wyfold")
+    monkeypatch.setenv("WYFOLD_CACHE", "/mine")
+    assert user_cache.cache_folder() == Path("/mine")
+
+
+def test_a_known_bad_triton_is_refused_without_a_check(machine):
+    machine.support = triton_support.support_for("sm_90", "3.5.0")
+    with pytest.raises(UnsupportedError, match="known to be wrong on sm_90"):
+        machine.plan()
+    assert machine.runs == 0
+
+
+def test_an_opt_out_refuses_what_has_not_passed(machine, monkeypatch):
+    monkeypatch.setenv("WYFOLD_SELF_CHECK", "refuse")
+    said = machine.refusal()
+    assert "WYFOLD_SELF_CHECK=refuse" in said and "`wyfold verify`" in said and machine.runs == 0
+    with pytest.raises(UnsupportedError):
+        plan_of(machine.plan)
+    monkeypatch.setenv("WYFOLD_SELF_CHECK", "run")
+    machine.plan()
+    machine.new_process()
+    monkeypatch.setenv("WYFOLD_SELF_CHECK", "refuse")
+    assert machine.plan().self_check == "passed"  # by the earlier process
+
+
+def test_an_unknown_setting_is_refused(machine, monkeypatch):
+    monkeypatch.setenv("WYFOLD_SELF_CHECK", "never")
+    with pytest.raises(ValueError, match=r"^WYFOLD_SELF_CHECK must be one of run, refuse, got 'never'"):
+        machine.plan()
+
+
+def test_a_capture_is_refused_and_the_call_before_it_is_the_remedy(machine):
+    machine.capturing = True
+    said = machine.refusal()
+    assert "while a CUDA graph is captured" in said and "before the capture" in said and "`wyfold verify`" in said
+    assert machine.runs == 0
+    machine.capturing = False
+    machine.plan()
+    machine.capturing = True
+    assert machine.plan().self_check == "passed"
+
+
+def test_a_kernel_that_raises_is_refused_and_tried_again_by_the_next_process(machine, tmp_path):
+    machine.verdicts = RuntimeError("out of resources\nand more")
+    said = machine.refusal()
+    assert "they raised RuntimeError: out of resources;" in said and not files(tmp_path)
+    assert machine.refusal() == said and machine.runs == 1
+    machine.new_process()
+    machine.verdicts = [RIGHT]
+    assert machine.plan().self_check == "passed"
+
+
+def test_explain_runs_nothing_and_reports_the_state(machine):
+    assert plan_of(machine.plan).self_check == "not run"
+    assert machine.runs == 0
+    machine.plan()
+    found = plan_of(machine.plan)
+    assert found.self_check == "passed" and "self-check   passed" in str(found)
+    machine.verdicts = [WRONG]
+    other = TRIAL._replace(gradients=False)
+    with pytest.raises(UnsupportedError):
+        machine.plan(trial=other)
+    with pytest.raises(UnsupportedError, match="allowed are"):
+        plan_of(lambda: machine.plan(trial=other))
+
+
+def test_threads_share_one_check(machine, monkeypatch):
+    started, usual = threading.Barrier(4), self_check.verdicts
+
+    def slow(trial: Trial, device: torch.device) -> list[Verdict]:
+        threading.Event().wait(0.05)
+        return usual(trial, device)
+
+    monkeypatch.setattr(self_check, "verdicts", slow)
+
+    def call() -> None:
+        started.wait()
+        machine.plan()
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert machine.runs == 1
+
+
+def test_the_check_has_none_of_the_callers_settings():
+    seen = {}
+
+    def look() -> None:
+        seen["grad"], seen["autocast"] = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+        seen["thread"] = threading.current_thread().name
+
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        self_check._on_new_thread(look, torch.device("cpu"))
+    assert seen == {"grad": True, "autocast": False, "thread": "wyfold self-check"}
+    with pytest.raises(KeyError, match="reaches the caller"):
+        self_check._on_new_thread(lambda: {}["reaches the caller"], torch.device("cpu"))
+
+
+def test_verification_checks_again_and_stores_the_answer(machine, tmp_path):
+    """`collecting` asks for a check of verified, passed and failed kernels alike, once per kernel."""
+    machine.verdicts = [WRONG]
+    machine.refusal()
+    machine.verdicts = [RIGHT]
+    with self_check.collecting() as found:
+        assert machine.plan().self_check == machine.plan().self_check == "passed"
+    assert machine.runs == 2 and [record["passed"] for record in found.values()] == [True]
+    machine.new_process()
+    assert machine.plan().self_check == "passed" and machine.runs == 2
+    machine.support = triton_support.support_for("sm_90", "3.6.0")
+    with self_check.collecting() as found:
+        machine.plan()
+    assert machine.runs == 3 and len(found) == 1
+
+
+def test_doctor_lists_the_checks_of_this_toolchain(machine, monkeypatch):
+    machine.plan()
+    machine.verdicts = [WRONG]
+    with pytest.raises(UnsupportedError):
+        machine.plan(trial=TRIAL._replace(gradients=False))
+    checks = wyfold.doctor().self_checks
+    assert [(check["operator"], check["passed"]) for check in checks] == [
+        ("chunk_kda (bfloat16, 2 x 64, with gradients)", True),
+        ("chunk_kda (bfloat16, 2 x 64, without gradients)", False),
+    ]
+    said = str(wyfold.doctor())
+    assert "with gradients) on card sm_103 (sm_103): passed" in said and "allowed are 6.0e-03" in said
+    machine.toolchain(triton="4.0.0")
+    assert wyfold.doctor().self_checks == ()
+    assert str(wyfold.doctor()).endswith("self-checks of kernels\n  none")
+
+
+def test_the_time_of_a_check_is_that_of_its_file(machine, tmp_path):
+    machine.plan()
+    (file,) = files(tmp_path)
+    os.utime(file, (1e9, 1e9))
+    (check,) = wyfold.doctor().self_checks
+    assert check["when"] == 1e9 and "09 Sep 2001" in str(wyfold.doctor())
