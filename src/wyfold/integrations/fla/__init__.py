@@ -9,6 +9,7 @@ context parallelism and helpers.
 
 from __future__ import annotations
 
+from wyfold.integrations.fla.acceleration import Acceleration, Report, accelerate
 from wyfold.integrations.fla.modules import FusedRMSNormGated, L2Norm, ShortConvolution
 from wyfold.integrations.fla.pieces import (
     causal_conv1d,
@@ -34,10 +35,13 @@ from wyfold.integrations.fla.recurrences import (
 from wyfold.integrations.fla.stand_in import StandIn, install, uninstall
 
 __all__ = [
+    "Acceleration",
     "FusedRMSNormGated",
     "L2Norm",
+    "Report",
     "ShortConvolution",
     "StandIn",
+    "accelerate",
     "causal_conv1d",
     "chunk_delta_rule",
     "chunk_gated_delta_rule",
