@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from tests import processes
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "wyfold"
@@ -322,13 +323,16 @@ PACKAGE_RULES = (
 # --- rules for the tests ---------------------------------------------------------------------------------------------
 
 
+PASSING_ON = ("dict", "os.environ.copy", "os.environ.clear", "os.environ.update")
+
+
 def environment_switches(file: File) -> Iterator[ast.AST]:
-    """No environment variable selects what is tested. Passing the environment on to a child process is allowed."""
+    """No environment variable selects what is tested. Passing the environment on, and becoming a child, are allowed."""
     passed_on = set()
     for node in ast.walk(file.tree):
         if isinstance(node, ast.Dict):
             passed_on |= {id(value) for key, value in zip(node.keys, node.values, strict=True) if key is None}
-        elif isinstance(node, ast.Call) and dotted(node.func) in ("dict", "os.environ.copy"):
+        elif isinstance(node, ast.Call) and dotted(node.func) in PASSING_ON:
             passed_on |= {id(part) for part in [*node.args, getattr(node.func, "value", None)]}
     for node in ast.walk(file.tree):
         if dotted(node) == "os.getenv" or (dotted(node) == "os.environ" and id(node) not in passed_on):
@@ -517,13 +521,6 @@ PUBLIC = """
 """.split()
 
 
-def run(code: str) -> str:
-    """Run code in a fresh interpreter, which must succeed, and return its stdout."""
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_public_names_are_importable_from_the_package():
     import wyfold
 
@@ -534,7 +531,7 @@ def test_public_names_are_importable_from_the_package():
 
 def test_importing_needs_only_torch_and_initialises_no_device():
     """Torch is imported first; then importing a module that torch does not itself require raises."""
-    run("""
+    code = """
         import importlib.metadata, re, sys
         import torch
         names = [re.match(r"[A-Za-z0-9_]+", r.replace("-", "_")).group() for r in importlib.metadata.requires("torch")]
@@ -550,11 +547,13 @@ def test_importing_needs_only_torch_and_initialises_no_device():
         for name in wyfold.__all__:  # each is imported when it is first used
             getattr(wyfold, name)
         assert not torch.cuda.is_initialized()
-    """)
+    """
+    done = processes.fresh().run(["-c", textwrap.dedent(code)])
+    assert done.returncode == 0, done.stderr
 
 
 def test_eager_runs_where_triton_cannot_be_imported():
-    run("""
+    code = """
         import sys
         class Refuse:
             def find_spec(self, name, path=None, target=None):
@@ -573,4 +572,6 @@ def test_eager_runs_where_triton_cannot_be_imported():
         ):
             call()[0].sum().backward()
         assert "triton" not in sys.modules
-    """)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

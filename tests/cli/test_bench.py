@@ -3,12 +3,13 @@
 import dataclasses
 import json
 import math
-import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 
 import pytest
 import torch
+from tests import processes
 
 import wyfold
 from wyfold.cli import bench, catalog, main
@@ -422,7 +423,8 @@ request = dataclasses.asdict(case) | {"contender": "wyfold", "ran": "wyfold.rms_
 assert "sympy" not in sys.modules
 assert runner.measure(request | {"what": "first call"})["before"]
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    done = processes.fresh().run(["-c", code])
+    assert done.returncode == 0, done.stderr
 
 
 def test_one_run_has_several_dtypes(no_children, tmp_path):
@@ -815,9 +817,8 @@ def test_peak_memory_counts_live_allocations():
                 del x
         print(json.dumps(memory.peak(lambda: None, call)))
     """
-    import textwrap
-
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    done = processes.fresh().run(["-c", textwrap.dedent(code)])
+    assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert 60 <= found["above_inputs_mib"] <= 80
     assert found["process_mib"] > found["above_inputs_mib"]

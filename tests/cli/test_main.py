@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from tests import processes
 
 from wyfold import cli
 
@@ -103,7 +104,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
 @pytest.mark.parametrize("missing", ["matplotlib", "rich", "safetensors"])
 def test_without_an_extra_train_says_what_to_install(missing):
     blocked = f"import sys; sys.modules[{missing!r}] = None; from wyfold.cli import main; sys.exit(main(['train']))"
-    ended = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True)
+    ended = processes.fresh().run(["-c", blocked])
     assert (ended.returncode, ended.stdout) == (1, "")
     assert ended.stderr == f'wyfold train: needs {missing}, which is not installed: pip install "wyfold[cli]"\n'
 

@@ -1,8 +1,6 @@
 """`bench` over ranks: results for every number of ranks are checked, and wrong ones get no time."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.extras import need_plotly
+from tests.processes import run_ranks
 
 from wyfold.cli import UsageError, main
 from wyfold.cli.bench import scaling, tables
@@ -20,15 +19,14 @@ from wyfold.cli.catalog import OVER_RANKS
 from wyfold.cli.distributed import DistributedWorld
 from wyfold.reference.shapes import Shape
 
-LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "wyfold"]
 WORDS = ["bench", "gdn", "ttt", "--shapes", "1,250,1,2,8", "--rounds", "2", "--peers", "none"]
 CASE = Case("gdn", Shape(1, 70, 1, 2, 8, 8), "mid", "float32", "fwdbwd", 0)
 
 
 @pytest.mark.long
 def test_each_number_of_ranks_has_a_row(tmp_path: Path, capsys):
-    done = subprocess.run([*LAUNCHER, *WORDS, "--out", tmp_path], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    first, second = run_ranks(["-m", "wyfold", *WORDS, "--out", tmp_path])
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     (file,) = tmp_path.glob("*.json")
     record = json.loads(file.read_text())
     assert file.with_suffix(".png").stat().st_size > 1000
@@ -44,7 +42,7 @@ def test_each_number_of_ranks_has_a_row(tmp_path: Path, capsys):
         assert row["sent"]["collectives"] == collectives
         each = 2 * 8 * (8 + 8) * 4 if row["op"] == "gdn" else 2 * (8 * 8 + 8) * 4
         assert row["sent"]["bytes"] == collectives * each
-    assert done.stdout.count("over ranks") == 1  # only one process prints
+    assert first.stdout.count("over ranks") == 1 and not second.stdout
     need_plotly()
     page = tmp_path / "page.html"
     assert main(["report", str(file), "--out", str(page)]) == 0
@@ -116,15 +114,14 @@ def test_a_single_failing_rank(how: str, tmp_path: Path):
     script.write_text(BEYOND.replace("{how}", how))
     words = ["bench", "gdn", "--shapes", "1,512,1,8", "--rounds", "1", "--peers", "none", "--mode", "fwd"]
     words += ["--ranks", "2", "--out", str(tmp_path / "out"), "--dtype", "bfloat16"]
-    launched = [*LAUNCHER[: LAUNCHER.index("-m", 2)], str(script), *words]
-    done = subprocess.run(launched, capture_output=True, text=True, check=False, timeout=100)
-    assert done.returncode == 1
+    first, second = run_ranks([script, *words])
+    assert first.returncode == 1, first.stderr
     if how == "wrong":
-        assert "wrong: gdn fwd on 2 by wyfold.chunk_gated_delta_rule: o" in done.stdout
+        assert "wrong: gdn fwd on 2 by wyfold.chunk_gated_delta_rule: o" in first.stdout
         (row,) = json.loads(next((tmp_path / "out").glob("*-ranks2.json")).read_text())["rows"]
         assert row["failed"] and row["milliseconds"] is None
     else:
-        assert "MemoryError: no room" in done.stderr
+        assert second.returncode == 1 and "MemoryError: no room" in second.stderr
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.context_parallel.ranks import Case, failures_on_ranks
+from tests.processes import run_ranks, with_package
 
 from wyfold.cli import checkpoint, main
 from wyfold.cli.corpus import Batch, Corpus
@@ -124,10 +125,9 @@ def test_processes_that_share_rows_take_the_steps_of_one(data, tmp_path, monkeyp
 @pytest.mark.long
 def test_a_refusal_reaches_all_ranks_and_creates_nothing(data, tmp_path):
     arguments = ["--data", data, "--out", tmp_path / "run", "--layers", "gru", *TINY, "--cp", 2]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "wyfold"]
-    done = subprocess.run([*launcher, "train", *map(str, arguments)], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.count("wyfold train: no model can be built so: ") == 2
+    for done in run_ranks(["-m", "wyfold", "train", *arguments]):
+        assert done.returncode == 2
+        assert "wyfold train: no model can be built so: " in done.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -160,32 +160,30 @@ def test_entries_after_the_last_checkpoint_are_not_duplicated(data, tmp_path):
 @pytest.mark.long
 def test_a_signal_stops_a_process_with_its_state_saved(data, tmp_path):
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "wyfold", "train", "--data", data, "--out", out, *TINY, "--steps", "1000000"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = ["-m", "wyfold", "train", "--data", data, "--out", out, *TINY, "--steps", "1000000"]
     taken = 0
     for number in (signal.SIGINT, signal.SIGTERM):
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        wait_for_steps(process, out / "metrics.jsonl", taken + 2)
-        process.send_signal(number)
-        said, complained = process.communicate(timeout=60)
-        assert process.returncode == 130, complained
-        assert "to continue, give the same command again" in said
+        program = with_package().start(command)
+        wait_for_steps(program, out / "metrics.jsonl", taken + 2)
+        os.kill(program.pid, number)
+        done = program.wait()
+        assert done.returncode == 130, done.stderr
+        assert "to continue, give the same command again" in done.stdout
         record = json.loads((newest(out) / "training.json").read_text())
         assert record["step"] >= taken + 2
         assert history(out)[-1]["step"] == record["history"][-1]["step"] == record["step"]
         taken = record["step"]
         assert (out / "curve.png").exists()
-    assert "continuing" in said
+    assert "continuing" in done.stdout
 
 
-def wait_for_steps(process, file, count):
+def wait_for_steps(program, file, count):
     for _ in range(600):
         if file.exists() and file.read_text().count('"loss"') >= count:
             return
-        assert process.poll() is None, process.communicate()
         time.sleep(0.1)
-    process.kill()
-    raise AssertionError(f"no {count} steps within a minute: {process.communicate()}")
+    os.kill(program.pid, signal.SIGKILL)
+    raise AssertionError(f"no {count} steps within a minute: {program.wait()}")
 
 
 def test_a_finished_run_is_not_changed(data, tmp_path, capsys):

@@ -11,7 +11,6 @@ import gc
 import importlib
 import json
 import os
-import subprocess
 import sys
 import traceback
 import warnings
@@ -24,8 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tests.conftest import BOUNDS_WARNING, GC_THRESHOLD, NUMPY_WARNING_MODULES, interpreting, repair_interpreter
+from tests.processes import ROOT, with_package
 
-ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 40
 
 
@@ -54,10 +53,9 @@ def failures_on_ranks(worlds: Sequence[int], folder: Path, module: str, cases: s
         module, cases: Module and name of the table.
         dying: Ranks that die in a case and report nothing.
     """
-    command = [sys.executable, "-m", "tests.context_parallel.ranks", str(folder), module, cases, *map(str, worlds)]
+    command = ["-m", "tests.context_parallel.ranks", folder, module, cases, *worlds]
     # Ranks run on CPUs. If a GPU is visible, autograd starts threads for it, which forked processes do not have.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = with_package().run(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, cwd=ROOT)
     found = ""
     for world, rank in ((size, rank) for size in worlds for rank in range(size)):
         written = folder / f"{rank} of {world}.json"

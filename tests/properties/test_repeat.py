@@ -1,14 +1,11 @@
 """Same inputs, same bits: repeated, in another process, in many threads, between other calls, on every code path."""
 
 import hashlib
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
+from tests import processes
 from torch.utils.checkpoint import checkpoint
 
 import wyfold
@@ -16,7 +13,6 @@ from wyfold import SequenceLayout
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 
-SRC = Path(wyfold.__file__).resolve().parents[1]
 RULES = ("delta_rule", "gated_delta_rule", "kda")
 FORMS = ("chunk", "fused_recurrent")
 CASES = [(rule, form) for rule in RULES for form in FORMS]
@@ -68,8 +64,8 @@ for rule in ("delta_rule", "gated_delta_rule", "kda"):
 
 
 def test_in_a_fresh_process(results):
-    environment = {**os.environ, "PYTHONPATH": str(SRC)}
-    run = subprocess.run([sys.executable, "-c", FRESH], env=environment, capture_output=True, text=True, check=True)
+    run = processes.fresh().run(["-c", FRESH])
+    assert run.returncode == 0, run.stderr
     here = []
     for rule in RULES:
         for form in FORMS:

@@ -20,6 +20,7 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests import processes
 from tests.extras import need_plotly
 from tests.reports import damage
 
@@ -140,7 +141,7 @@ def in_process(words, capsys):
 
 
 def as_process(words):
-    done = subprocess.run([sys.executable, "-m", "wyfold", *words], capture_output=True, text=True, timeout=60)
+    done = processes.fresh().run(["-m", "wyfold", *words])
     return done.returncode, done.stderr
 
 

@@ -7,10 +7,9 @@ report it.
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
+from tests import processes
 
 SCRIPT = """
 import json
@@ -45,7 +44,7 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    done = processes.fresh().run(["-c", SCRIPT], env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -61,5 +60,5 @@ def test_every_call_is_refused_with_the_reason_and_what_to_do(outcomes: dict[str
 def test_doctor_says_that_kernels_are_refused():
     code = "import wyfold; print(wyfold.doctor())"
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    done = processes.fresh().run(["-c", code], env=environment)
     assert "computes wrong numbers" in done.stdout, done.stdout + done.stderr

@@ -1,7 +1,5 @@
 """Precompilation: a first call compiles all kernels before it launches one, without side effects."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tests import processes
 
 import wyfold
 from wyfold.runtime import kernel_launch, precompile, replay_cache
@@ -214,5 +213,5 @@ print("torch._dynamo" in sys.modules)
 
 def test_pytorch_s_compiler_is_not_imported():
     """The import would take seconds, at the first and the second call of a process."""
-    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False"]
+    done = processes.fresh().run(["-c", IMPORTS])
+    assert done.stdout.split() == ["False"], done.stderr
