@@ -239,6 +239,8 @@ def test_every_length(form: str, every_length, results, float64_bounds):
         return found | {name: x if name in of_states else x[:, :T] for name, x in rows.items()}
 
     for b, T in enumerate(EVERY_LENGTH):
+        if not size and T % 16 not in (0, 1, 15):
+            continue  # the recurrent form has no chunks
         got = results(operator(rule, form), alone(a, b, T), None, alone(fed, b, T), **options)
         agree(float64_bounds, got, alone(truth, b, T))
 
@@ -336,10 +338,9 @@ def judged(name: str, got: torch.Tensor, truth: torch.Tensor):
     return judge(got, truth, truth.to(got.dtype), name=name, per_token=got.ndim == 3)
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes_of_gate_strength_and_state_vary_alone(dtype: torch.dtype, rule: str, form: str, results):
+def test_dtypes_of_gate_strength_and_state_vary_alone(dtype: torch.dtype, rule: str, results):
     choices = {"g": DTYPES, "beta": DTYPES, "initial_state": DTYPES, "state_dtype": (None, *DTYPES)}
     for seed, case in enumerate(pairwise(choices)):
         gate = ("weak", "model")[seed % 2]
@@ -349,15 +350,18 @@ def test_dtypes_of_gate_strength_and_state_vary_alone(dtype: torch.dtype, rule: 
                 a[name] = a[name].to(case[name])
         if "A_log" in a:
             a["A_log"], a["dt_bias"] = a["A_log"].to(case["beta"]), a["dt_bias"].to(case["initial_state"])
-        got = results(operator(rule, form), a, output_final_state=True, state_dtype=case["state_dtype"])
         wide = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in a.items()}
-        fed = {name: inputs.incoming(got[name], seed).double() for seed, name in enumerate(("o", "state"))}
-        truth = results(getattr(reference, rule), wide, None, fed, output_final_state=True)
-        assert got["o"].dtype == dtype and got["state"].dtype == (case["state_dtype"] or torch.float32)
-        for name in a:
-            if f"d{name}" in got:
-                assert got[f"d{name}"].dtype == a[name].dtype, name
-        require(*(judged(name, got[name], truth[name]) for name in truth))
+        state = a["initial_state"].to(case["state_dtype"] or torch.float32)
+        fed = {"o": inputs.incoming(a["v"], 0), "state": inputs.incoming(state, 1)}
+        wide_fed = {name: x.double() for name, x in fed.items()}
+        truth = results(getattr(reference, rule), wide, None, wide_fed, output_final_state=True)
+        for form in FORMS:
+            got = results(operator(rule, form), a, None, fed, output_final_state=True, state_dtype=case["state_dtype"])
+            assert got["o"].dtype == dtype and got["state"].dtype == (case["state_dtype"] or torch.float32)
+            for name in a:
+                if f"d{name}" in got:
+                    assert got[f"d{name}"].dtype == a[name].dtype, name
+            require(*(judged(name, got[name], truth[name]) for name in truth))
 
 
 @pytest.mark.parametrize("rule", RULES)
