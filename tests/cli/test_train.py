@@ -422,7 +422,25 @@ def two_replicas_of_two_ranks(given, group):
     assert all(torch.equal(x, whole[name]) for name, x in model.state_dict().items())
 
 
-OF_A_GROUP = {"two replicas of two ranks": Case(alone, two_replicas_of_two_ranks)}
+def deferred_reading(given, group):
+    """Reading a step's metrics while the next one runs changes nothing; hosts agree without their devices."""
+    folder, weights = given[0], []
+    for behind in (False, True):
+        world = DistributedWorld(torch.device("cpu"), cp=2)
+        assert not world.async_metrics
+        world.async_metrics = behind
+        run = Trainer(replicated(replicas=2), DATA, folder / f"behind {behind}", torch.device("cpu"), world=world)
+        assert run.train(100)
+        weights.append({name: world.full_tensor(x) for name, x in run.model.state_dict().items()})
+    assert all(torch.equal(x, weights[1][name]) for name, x in weights[0].items())
+    if group.rank() == 0:
+        assert history(folder / "behind True") == history(folder / "behind False")
+
+
+OF_A_GROUP = {
+    "two replicas of two ranks": Case(alone, two_replicas_of_two_ranks),
+    "deferred reading": Case(alone, deferred_reading),
+}
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from wyfold.context_parallel import collectives
-from wyfold.context_parallel.context import build_cp_context
+from wyfold.context_parallel.context import ContextParallel, build_cp_context
 from wyfold.context_parallel.watchdog import Watch
 from wyfold.runtime.layout import SequenceLayout
 
@@ -28,8 +28,8 @@ class World:
     Attributes:
         device: Device of this process's model and batches.
         sharded: Whether the processes hold shards of parameters and moments.
-        async_metrics: Whether the loss of a step may be read while the next step runs. Needs an asynchronous device and
-            no other process.
+        async_metrics: Whether the loss of a step may be read while the next step runs. Needs an asynchronous device;
+            with other processes also a gloo backend, through which hosts agree without waiting for their devices.
         rank: Number of this process.
         replicas: Number of replicas of the model.
         replica: Replica of this process.
@@ -139,9 +139,13 @@ class DistributedWorld(World):
             device = torch.device("cuda", dist.get_node_local_rank(fallback_rank=0))
             torch.cuda.set_device(device)
         super().__init__(device)
-        self.async_metrics, self._arrivals = False, 0
         if not dist.is_initialized():
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        # Of a group that someone else made, the hosts may have no backend.
+        by_host = device.type == "cpu" or "cpu:gloo" in str(dist.get_backend_config())
+        self._host = torch.device("cpu") if by_host else device
+        self.async_metrics, self._arrivals = device.type == "cuda" and by_host, 0
+        self._contexts: dict[int, ContextParallel] = {}
         self.rank, world = dist.get_rank(), dist.get_world_size()
         self.require_equal({"cp": cp})
         cp = world if cp is None else cp
@@ -173,10 +177,19 @@ class DistributedWorld(World):
     def local_batch(
         self, ids: Tensor, labels: Tensor, lengths: tuple[int, ...] | None
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        cu = None if lengths is None else SequenceLayout.from_lengths(list(lengths)).cu_seqlens
-        context = build_cp_context(cu, self.group, total_tokens=ids.shape[1])
-        mine, theirs = (context.shard(x).to(self.device) for x in (ids, labels))
-        return mine, theirs, {"cp_context": context}
+        # Whole rows are copied: a shard of several pinned rows is not contiguous, and its copy would wait.
+        mine, theirs = (x.to(self.device, non_blocking=True) for x in (ids, labels))
+        context = self._context(ids.shape[1], lengths)
+        return context.shard(mine), context.shard(theirs), {"cp_context": context}
+
+    def _context(self, tokens: int, lengths: tuple[int, ...] | None) -> ContextParallel:
+        """Partition of rows; that of independent rows is kept, with its tables and what ranks have compared."""
+        if lengths is not None:
+            cu = SequenceLayout.from_lengths(list(lengths)).cu_seqlens
+            return build_cp_context(cu, self.group, total_tokens=tokens)
+        if tokens not in self._contexts:
+            self._contexts[tokens] = build_cp_context(None, self.group, total_tokens=tokens)
+        return self._contexts[tokens]
 
     def mean_loss(self, loss: Tensor) -> Tensor:
         import torch.distributed as dist
@@ -203,7 +216,7 @@ class DistributedWorld(World):
     def all_reduce_max(self, x: float) -> float:
         import torch.distributed as dist
 
-        largest = torch.tensor(x, dtype=torch.float64, device=self.device)
+        largest = torch.tensor(x, dtype=torch.float64, device=self._host)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return largest.item()
 
