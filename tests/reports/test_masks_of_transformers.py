@@ -63,6 +63,23 @@ def test_a_prepared_dict_with_padding_on_the_right_is_refused_with_a_cache(qwen:
         qwen(IDS, attention_mask=masks, **{CACHE: DynamicCache(config=qwen.config)})
 
 
+def test_padding_on_the_right_is_refused_where_a_cache_is_asked_for(qwen: Any):
+    """Only a given cache was looked at, and in pieces only their own masks, so such states took padding in."""
+    from transformers import DynamicCache
+
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0, 0]])
+    with torch.no_grad(), patch(qwen):
+        with pytest.raises(ValueError, match="padding on the left where a cache is filled"):
+            qwen(IDS[:1], attention_mask=mask, use_cache=True)
+        cache = DynamicCache(config=qwen.config)
+        qwen(IDS[:1, :5], attention_mask=mask[:, :5], use_cache=True, **{CACHE: cache})
+        with pytest.raises(ValueError, match="padding on the left where a cache is filled"):
+            qwen(IDS[:1, 5:], attention_mask=mask, use_cache=True, **{CACHE: cache})
+        alone = qwen(IDS[:1, :5], use_cache=False).logits
+        for unasked in ({}, {"use_cache": False}):
+            assert error(qwen(IDS[:1], attention_mask=mask, **unasked).logits[:, :5], alone) < SEPARATE
+
+
 @pytest.mark.parametrize("form", [lambda m: m, lambda m: {"full_attention": m, "linear_attention": None}])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_masks_of_four_dimensions_have_to_keep_documents_apart(qwen: Any, form: Any, dtype: torch.dtype):

@@ -19,13 +19,12 @@ RECURRENT = "linear_attention"
 """Layer type of the delta-rule layers in a dict of masks."""
 
 
-def padding(op: str, mask: Any, T: int) -> Tensor | None:
-    """[B, T] padding mask of this call's tokens, zero for padding; None without a two-dimensional mask.
+def padding(op: str, mask: Any) -> Tensor | None:
+    """[B, past + T] padding mask, zero for padding; None without a two-dimensional mask.
 
     Args:
         op: Name for messages.
         mask: Mask in any form.
-        T: Number of tokens of the call.
 
     Raises:
         ValueError: A dict has no entry for recurrent layers, so its padding cannot be found.
@@ -36,7 +35,7 @@ def padding(op: str, mask: Any, T: int) -> Tensor | None:
                 f"{op}: attention_mask must have an entry {RECURRENT!r} where it is a dict, got {', '.join(mask)}"
             )
         mask = mask[RECURRENT]
-    return mask[:, -T:] if isinstance(mask, Tensor) and mask.ndim == 2 else None
+    return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
 def packed_mask(op: str, mask: Any, starts: Tensor) -> Any:

@@ -48,10 +48,10 @@ def settled(op: str, call: Call) -> Call:
         return call
     B, T = tokens.shape[:2]
     cached = any(call.get(name) is not None for name in CACHES)
-    mask = padding(op, call.get("attention_mask"), T)
-    mask = None if mask is None else mask.to(tokens.device)
-    if cached and mask is not None:
-        _refuse_right_padding(op, mask)
+    whole = padding(op, call.get("attention_mask"))
+    if whole is not None and (cached or call.get("use_cache")):
+        _refuse_right_padding(op, whole, T)
+    mask = None if whole is None else whole[:, -T:].to(tokens.device)
     positions = _text_positions(call.get("position_ids"), B, T)
     starts = None if positions is None else _starts(positions.to(tokens.device), mask)
     named, given = _given(op, call, tokens)
@@ -191,9 +191,9 @@ def _check_contents(op: str, named: str, given: Tensor, starts: Tensor | None, m
         )
 
 
-def _refuse_right_padding(op: str, mask: Tensor) -> None:
-    """Refuse padding on the right, whose tokens would enter the cached state."""
-    if check.readable(mask) and bool(((mask[:, :-1] != 0) & (mask[:, 1:] == 0)).any()):
+def _refuse_right_padding(op: str, mask: Tensor, T: int) -> None:
+    """Refuse padding after a token, in this call or an earlier one, because it would enter the cached state."""
+    if check.readable(mask) and bool(((mask != 0).cummax(1).values & (mask == 0))[:, -T:].any()):
         raise ValueError(
             f"{op}: attention_mask must have its padding on the left where a cache is filled, got padding on the right"
         )

@@ -1,0 +1,100 @@
+"""Patched models under generation's caches and searches, offloading, and LoRA give the stock results."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.integrations.hybrids import FAMILIES, hybrid
+from torch import Tensor
+
+from wyfold.integrations.transformers import patch
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+CLOSE = 1e-5
+IDS = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(1))
+PADDED = torch.ones(2, 9, dtype=torch.int64)
+PADDED[1, :4] = 0
+STATIC = {"cache_implementation": "static", "disable_compile": True}
+GENERATION = {
+    "beams": {"num_beams": 3},
+    "several of a beam": {"num_beams": 4, "num_return_sequences": 2},
+    "beams, static cache": {**STATIC, "num_beams": 2},
+    "prompt in pieces": {"prefill_chunk_size": 4},
+    "no cache": {"use_cache": False},
+}
+
+
+def far(a: Tensor, b: Tensor) -> float:
+    return float((a - b).detach().abs().max() / b.detach().abs().max())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_generation_of_left_padded_prompts_gives_the_stock_tokens(name: str):
+    model, options = hybrid(name), {"max_new_tokens": 6, "do_sample": False, "attention_mask": PADDED}
+    stock = {how: model.generate(IDS, **options, **chosen) for how, chosen in GENERATION.items()}
+    with patch(model) as patched:
+        for how, chosen in GENERATION.items():
+            assert torch.equal(model.generate(IDS, **options, **chosen), stock[how]), how
+    assert patched.report.served and not patched.report.stock
+
+
+# Of 5.15, which takes the weights' place for the model's device.
+@pytest.mark.filterwarnings("ignore:You are calling .generate.. with the `input_ids` being on a device:UserWarning")
+@pytest.mark.parametrize("patched_first", [False, True])
+@pytest.mark.parametrize("to", ["cpu", "disk"])
+@pytest.mark.parametrize("name", ["qwen3_5", "lara_mini", "kimi_linear"])
+def test_an_offloaded_model_keeps_documents_apart_and_generates(
+    name: str, to: str, patched_first: bool, tmp_path: Path
+):
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    lengths, options = [3, 6], {"max_new_tokens": 4, "do_sample": False}
+    packed = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
+    model = hybrid(name)
+    with torch.no_grad(), patch(model):
+        alone = torch.cat([model(part).logits for part in IDS[:1].split(lengths, 1)], 1)
+        tokens = model.generate(IDS, **options)
+
+    def offload() -> None:
+        if to == "cpu":
+            accelerate.cpu_offload(model, execution_device="cpu")
+        else:
+            accelerate.disk_offload(model, tmp_path, execution_device="cpu")
+
+    if not patched_first:
+        offload()
+    with torch.no_grad(), patch(model, norm=True) as patched:
+        if patched_first:
+            offload()
+        assert far(model(IDS[:1], **packed).logits, alone) < CLOSE
+        assert torch.equal(model.generate(IDS, **options), tokens)
+    assert patched.report.served and not patched.report.stock
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
+@pytest.mark.parametrize("name", ["qwen3_5", "lara_mini", "kimi_linear"])
+def test_adapters_on_every_projection_compute_and_learn(name: str):
+    """LoRA with random A and B: logits, gradients and tokens of left-padded rows."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+
+    def results(around: Any) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        model = hybrid(name)
+        mixers = [n for n, part in model.named_modules() if isinstance(part, torch.nn.Linear) and "attn" in n]
+        torch.manual_seed(3)
+        config = peft.LoraConfig(target_modules=mixers, r=4, init_lora_weights=False)
+        model = peft.get_peft_model(model, config).eval()
+        with around(model):
+            out = model(input_ids=IDS, attention_mask=PADDED, labels=IDS)
+            out.loss.backward()
+            given = {"input_ids": IDS, "attention_mask": PADDED}
+            tokens = model.generate(**given, max_new_tokens=4, do_sample=False)
+        return out.logits, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, tokens
+
+    logits, gradients, tokens = results(lambda _: contextlib.nullcontext())
+    ours, our_gradients, our_tokens = results(patch)
+    assert far(ours, logits) < CLOSE and torch.equal(our_tokens, tokens)
+    assert our_gradients.keys() == gradients.keys() and any("layers.0." in n and "lora_A" in n for n in gradients)
+    largest = max(float(g.abs().max()) for g in gradients.values())
+    assert max(float((our_gradients[n] - g).abs().max()) for n, g in gradients.items()) < CLOSE * largest
