@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wyfold.layers import from_hf
 from wyfold.layers.delta_net import DeltaMixer
 from wyfold.layers.norm import GatedRMSNorm
 from wyfold.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
@@ -132,15 +133,22 @@ class GatedDeltaNet(DeltaMixer):
         """Copy a transformers layer of the Qwen family, with fused (Qwen3-Next) or split (Qwen3.5) projections.
 
         Args:
-            layer: A Qwen3NextGatedDeltaNet, or a layer with the parameters of Qwen3_5GatedDeltaNet.
+            layer: A Qwen3NextGatedDeltaNet, or a layer with the parameters of Qwen3_5GatedDeltaNet, such as that of
+                Lara Mini.
             backend: Backend of every operator in the copy.
 
         Raises:
-            ValueError: The layer has other parameters.
+            ValueError: The layer has other parameters or activations.
         """
-        source = {name: tensor.detach().clone() for name, tensor in layer.state_dict().items()}
-        if not ({"in_proj_qkvz.weight", "in_proj_ba.weight"} <= source.keys() or "in_proj_qkv.weight" in source):
-            raise ValueError(f"GatedDeltaNet.from_hf: layer must have Qwen's projections, got {type(layer).__name__}")
+        op = "GatedDeltaNet.from_hf"
+        names = layer.state_dict().keys()
+        if not ({"in_proj_qkvz.weight", "in_proj_ba.weight"} <= names or "in_proj_qkv.weight" in names):
+            raise ValueError(f"{op}: layer must have Qwen's projections, got {type(layer).__name__}")
+        parts = ("qkvz", "ba") if "in_proj_qkvz.weight" in names else ("qkv", "z", "b", "a")
+        others = ("conv1d.weight", "A_log", "dt_bias", "norm.weight", "out_proj.weight")
+        source = from_hf.parameters(op, layer, [*(f"in_proj_{part}.weight" for part in parts), *others])
+        from_hf.require_silu(op, layer)
+        norm = from_hf.norm_settings(op, layer.norm)
         H, HV, K, V = layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
         if "in_proj_qkvz.weight" in source:
             # Rows are grouped by key head, each with its value heads: q, k, v..., z... and b..., a...
@@ -150,9 +158,9 @@ class GatedDeltaNet(DeltaMixer):
         else:
             qkv, z, b, a = (source.pop(f"in_proj_{part}.weight") for part in ("qkv", "z", "b", "a"))
         with torch.device("meta"):
-            eps = layer.layer_norm_epsilon
-            ours = cls(layer.hidden_size, H, HV, K, V, layer.conv_kernel_size, norm_eps=eps, backend=backend)
-        ours.norm.round_before_weight = True
+            sizes = (layer.hidden_size, H, HV, K, V, layer.conv_kernel_size)
+            ours = cls(*sizes, norm_eps=norm["eps"], backend=backend)
+        ours.norm.activation, ours.norm.round_before_weight = norm["activation"], from_hf.rounds(layer.norm)
         weights = {
             "qkv.weight": qkv,
             "conv.weight": source["conv1d.weight"].squeeze(1),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wyfold.layers import from_hf
 from wyfold.layers.delta_net import DeltaMixer
 from wyfold.layers.gated_delta_net import DecayParameters
 from wyfold.layers.norm import GatedRMSNorm
@@ -86,16 +87,25 @@ class KimiDeltaAttention(DeltaMixer):
             backend: Backend of every operator in the copy.
 
         Raises:
-            ValueError: The layer has other parameters.
+            ValueError: The layer has other parameters, activations or settings of its gate.
         """
-        source = {name: tensor.detach().clone() for name, tensor in layer.state_dict().items()}
-        if "forget_gate.A_log" not in source:
-            raise ValueError(f"KimiDeltaAttention.from_hf: layer must have Kimi's gates, got {type(layer).__name__}")
+        op, names = "KimiDeltaAttention.from_hf", layer.state_dict().keys()
+        if "forget_gate.A_log" not in names:
+            raise ValueError(f"{op}: layer must have Kimi's gates, got {type(layer).__name__}")
+        gate = ("f_a_proj.weight", "f_b_proj.weight", "A_log", "dt_bias")
+        parts = ("q", "k", "v", "b", "g_a", "g_b", "o")
+        needed = (*(f"{part}_proj.weight" for part in parts), *(f"forget_gate.{part}" for part in gate))
+        needed = (*needed, "conv1d.weight", "o_norm.weight")
+        source = from_hf.parameters(op, layer, needed, optional=("g_b_proj.bias",))
+        from_hf.require_silu(op, layer)
+        from_hf.refuse_settings(op, layer.forget_gate, ("head_dim", "num_heads", "qkv_dim", "safe_gate_lower_bound"))
+        norm = from_hf.norm_settings(op, layer.o_norm)
         H, K = layer.num_heads, layer.head_dim
-        bound = getattr(layer.forget_gate, "safe_gate_lower_bound", None)
+        bound = getattr(layer.forget_gate, "safe_gate_lower_bound", None)  # absent where gates are unbounded
         with torch.device("meta"):
             sizes = (layer.hidden_size, H, H, K, K, layer.conv_kernel_size)
-            ours = cls(*sizes, lower_bound=bound, norm_eps=layer.layer_norm_epsilon, backend=backend)
+            ours = cls(*sizes, lower_bound=bound, norm_eps=norm["eps"], backend=backend)
+        ours.norm.activation = norm["activation"]
         weights = {
             "qkv.weight": torch.cat([source[f"{part}_proj.weight"] for part in "qkv"]),
             "conv.weight": source["conv1d.weight"].squeeze(1),
