@@ -20,7 +20,7 @@ CASES = [
     if isinstance(x, Tensor) and x.is_floating_point()
 ]
 # raised by PyTorch, in forward_ad
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 
 
 def of_one(subject: OperatorSpec, name: str):

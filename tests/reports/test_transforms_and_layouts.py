@@ -109,7 +109,7 @@ TRANSFORMS: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # a warning of PyTorch
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # a warning of PyTorch
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize(("subject", "name"), ARGUMENTS)
 def test_a_transform_is_refused(subject: OperatorSpec, name: str, transform: str):
@@ -120,7 +120,7 @@ def test_a_transform_is_refused(subject: OperatorSpec, name: str, transform: str
         make(run, x)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # a warning of PyTorch
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # a warning of PyTorch
 @pytest.mark.parametrize(("subject", "name"), ARGUMENTS)
 def test_a_tangent_is_refused(subject: OperatorSpec, name: str):
     run, x = unary_function(subject, name)

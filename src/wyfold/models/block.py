@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,10 @@ KEPT_RESULTS = frozenset(
     | {f"aten._scaled_dot_product_{kind}" for kind in ("flash_attention", "efficient_attention", "cudnn_attention")}
     | {"aten._scaled_dot_product_flash_attention_for_cpu"}
 )
+
+_HOOKED = {"respect_saved_tensors_hooks": True}
+HOOKED = _HOOKED if inspect.signature(checkpoint).parameters.keys() >= _HOOKED.keys() else {}
+"""Option of `checkpoint`: hooks such as `save_on_cpu` see the kept results, too. torch has it from 2.14 on."""
 
 
 class Block(nn.Module):
@@ -56,7 +61,7 @@ class Block(nn.Module):
         # Checkpoint inside the block's forward, so that a sharding wrapper gathers parameters for the recomputation.
         selective: dict[str, Any] = {}
         if self.recomputed == "selective":  # omitted otherwise: compilers cannot trace the eager context function
-            selective = {"context_fn": partial(create_selective_checkpoint_contexts, _kept)}
+            selective = {"context_fn": partial(create_selective_checkpoint_contexts, _kept), **HOOKED}
         return checkpoint(self._mixed, x, layout, None, cp_context, use_reentrant=False, **selective)
 
     def _mixed(
