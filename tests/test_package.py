@@ -1,12 +1,15 @@
 """The wheel: its contents, its requirements, and bit-identical rebuilds."""
 
+import configparser
 import os
 import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import zipfile
 from email.parser import Parser
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -43,15 +46,71 @@ def test_wheel_is_the_same_bytes_when_built_elsewhere_and_later(wheel: Path, tmp
     assert again.read_bytes() == wheel.read_bytes()
 
 
-def test_wheel_requires_torch_alone(wheel: Path):
+def described(wheel: Path, file: str) -> str:
+    """Contents of a file of the wheel's description."""
     with zipfile.ZipFile(wheel) as archive:
-        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-        metadata = Parser().parsestr(archive.read(name).decode())
+        (name,) = (n for n in archive.namelist() if n.endswith(f".dist-info/{file}"))
+        return archive.read(name).decode()
+
+
+def test_wheel_requires_torch_alone(wheel: Path):
+    metadata = Parser().parsestr(described(wheel, "METADATA"))
     required = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
     assert [re.match(r"[\w.-]+", line).group() for line in required] == ["torch"]
     assert metadata["Version"] == wyfold.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.11"
+
+
+def test_programs_that_use_wyfold_are_extras(wheel: Path):
+    metadata = Parser().parsestr(described(wheel, "METADATA"))
+    wanted = {
+        match["extra"]: match["name"]
+        for line in metadata.get_all("Requires-Dist")
+        if (match := re.fullmatch(r"(?P<name>[\w.-]+).*extra == '(?P<extra>\w+)'", line))
+    }
+    assert {extra: wanted[extra] for extra in ("fla", "sglang", "transformers", "vllm")} == {
+        "fla": "fla-core",
+        "sglang": "sglang",
+        "transformers": "transformers",
+        "vllm": "vllm",
+    }
+
+
+def test_entry_points_of_the_wheel_load_without_the_programs(wheel: Path):
+    """The engines load them in each process, and `wyfold` is the command."""
+    entries = configparser.ConfigParser()
+    entries.read_string(described(wheel, "entry_points.txt"))
+    assert set(entries.sections()) == {"console_scripts", "sglang.srt.plugins", "vllm.general_plugins"}
+    loaded = [EntryPoint("wyfold", entries[group]["wyfold"], group).load() for group in entries.sections()]
+    assert all(callable(function) for function in loaded)
+
+
+PROGRAMS = (
+    "accelerate", "fla", "flash_linear_attention", "kernels", "megatron", "peft", "sglang", "torchtitan",
+    "transformers", "vllm",
+)  # fmt: skip
+
+
+def test_importing_wyfold_imports_no_program_that_uses_it(tmp_path: Path):
+    """Packages of these names lie on the path and would end the process; every public module is imported."""
+    for program in PROGRAMS:
+        (tmp_path / f"{program}.py").write_text("raise SystemExit(f'{__name__} was imported')")
+    code = f"""
+        import importlib, sys
+        import wyfold
+        for name in (*wyfold.__all__, *(f"integrations.{{part}}" for part in wyfold.integrations.__all__)):
+            found = wyfold
+            for part in name.split("."):
+                found = getattr(found, part)
+        import wyfold.cli, wyfold.cp, wyfold.integrations.transformers.hub_layers
+        wyfold.integrations.transformers.write_kernel_repository({str(tmp_path / "hub")!r})
+        print(sorted(set({PROGRAMS!r}) & set(sys.modules)))
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path):

@@ -38,7 +38,7 @@ EXTRAS = {
     "plotly": "report",
     "rich": "cli",
     "safetensors": "cli",
-    "transformers": "bench",
+    "transformers": "transformers",
 }
 """Optional package -> the extra of wyfold that installs it."""
 
