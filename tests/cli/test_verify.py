@@ -205,7 +205,9 @@ def test_checks_of_kernels_are_reported_and_recorded(few, pretended_kernels, tmp
     said = capsys.readouterr().out
     assert "o 1.0e-03" in said and "2 of 2 checks of kernels passed" in said
     (file,) = tmp_path.glob("*-verify-errors.json")
-    assert json.loads(file.read_text())["kernels"] == list(pretended_kernels.values())
+    record = json.loads(file.read_text())
+    assert record["kernels"] == list(pretended_kernels.values())
+    assert {"triton", "torch", "cuda", "ptxas", "sources"} <= set(record["toolchain"])
 
 
 def test_a_failed_check_of_a_kernel_ends_with_1(few, pretended_kernels, capsys):

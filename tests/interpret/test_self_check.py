@@ -8,14 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from tests.context_parallel.ranks import Case, failures_on_ranks
 
 import wyfold
 from wyfold import UnsupportedError, serving
+from wyfold.context_parallel.rank_exchange import exchange_trials
+from wyfold.cp import build_cp_context
 from wyfold.kernels import self_check, table
 from wyfold.ops import plan_cache
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 from wyfold.runtime import kernel_configs, segment_rule
+from wyfold.runtime.options import DeltaOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -212,6 +217,71 @@ def test_a_compiled_call_of_any_length_is_checked_for_few_and_many_programs(devi
     (many, _), (few, _) = self_check._outcomes
     assert (many.sequences, few.sequences) == (6, 4) and many._replace(sequences=4) == few
     assert all(found.state == "passed" for found in self_check._outcomes.values())
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_the_launches_between_ranks_are_checked(dtype, device, monkeypatch):
+    q, v = (torch.empty(1, 1, HV, D, device=device, dtype=dtype) for HV, D in ((1, 16), (2, 24)))
+    trials = exchange_trials(OPTIONS, q, v)
+    assert len(trials) == 2 and len(exchange_trials(OPTIONS._replace(save=False), q, v)) == 1
+    for trial in trials:
+        assert self_check.outcome(trial, device, run=True).state == "passed"
+    self_check._outcomes.clear()
+    planted(monkeypatch, "rank_carry", "rank_send", lambda borders, tails, out: out[:, 1, 3].mul_(1.1))
+    said = self_check.outcome(trials[1]._replace(name="again"), device, run=True).refusal
+    assert "sent has relative error" in said and "outer" not in said
+
+
+OPTIONS = DeltaOptions(
+    operator="chunk_kda", recurrent=False, scale=1.0, qk_l2norm=False, activation="given", lower_bound=0.0, clamp=0.0,
+    beta_logit=False, beta_most=1.0, state_v_first=False, state_dtype=FP32, final_state=True, chunk_size=16,
+    checkpoint_every=0, save=True, keep_factors=False, backend="triton",
+)  # fmt: skip
+
+
+def over_ranks(given: None, group: dist.ProcessGroup) -> None:
+    """Each rank checks the kernels of one rank and those between ranks, then all run."""
+    self_check.unproven = lambda device: True
+    kernel_configs.processors = lambda device: 4
+    context = build_cp_context(torch.tensor([0, 20, 90]), group)
+    q = torch.ones(1, context.tokens, 1, 16, requires_grad=True)
+    flags = {"use_qk_l2norm_in_kernel": True, "chunk_size": 16, "backend": "triton"}
+    o, _ = wyfold.chunk_delta_rule(q, q, q, cp_context=context, **flags)
+    o.sum().backward()
+    found = {trial.operator: outcome.state for (trial, _), outcome in self_check._outcomes.items()}
+    assert found == {"delta_fwd": "passed", "rank_exchange": "passed"} and q.grad.isfinite().all()
+
+
+def refused_on_one_rank(given: None, group: dist.ProcessGroup) -> None:
+    """A failed check on one rank is an error on all, and no rank waits for another."""
+    self_check.unproven = lambda device: True
+    rank = dist.get_rank(group)
+    answer = self_check.Outcome("failed", "dk is wrong on this card") if rank == 1 else self_check.Outcome("passed")
+    self_check.outcome = lambda trial, device, run: answer
+    context = build_cp_context(torch.tensor([0, 90]), group)
+    q = torch.ones(1, context.tokens, 1, 16)
+    try:
+        wyfold.chunk_kda(q, q, q, cp_context=context, backend="triton")
+    except ValueError as error:
+        assert isinstance(error, UnsupportedError) == (rank == 1), error
+        assert rank == 0 or "dk is wrong on this card" in str(error)
+    else:
+        raise AssertionError("not refused")
+
+
+RANK_CASES = {
+    "over ranks": Case(lambda: None, over_ranks),
+    "refused on one rank": Case(lambda: None, refused_on_one_rank),
+}
+
+
+@pytest.mark.long
+def test_ranks_check_for_themselves_and_fail_together(device, tmp_path):
+    if device.type != "cpu":
+        pytest.skip("the ranks of this test run interpreted kernels on CPUs")
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    assert not failures_on_ranks([2], folder, "tests.interpret.test_self_check", "RANK_CASES")
 
 
 PROCESS = """

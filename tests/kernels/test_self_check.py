@@ -61,7 +61,9 @@ class Machine:
         self.monkeypatch.setattr(self_check, "toolchain", lambda: found)
 
     def plan(self, backend: str | None = None, trial: Trial = TRIAL) -> Any:
-        return table.plan("chunk_kda", CUDA, backend, forward=("scan",), dtypes=(torch.bfloat16,), trial=lambda: trial)
+        return table.plan(
+            "chunk_kda", CUDA, backend, forward=("scan",), dtypes=(torch.bfloat16,), trials=lambda: (trial,)
+        )
 
     def refusal(self, backend: str | None = None) -> str:
         with pytest.raises(UnsupportedError) as refused:

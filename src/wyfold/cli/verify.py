@@ -118,6 +118,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from wyfold.cli.scorecard import FAIL
+    from wyfold.kernels.self_check import toolchain
     from wyfold.reference.shapes import Shape
 
     if args.device is None:
@@ -143,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
         report_kernels(kernels, args.device)
         report_accuracy(outcomes, args.device, missing)
         found, name = {"operators": [outcome.as_dict() for outcome in outcomes], "not_run": missing}, "errors"
-        found |= {"kernels": kernels} if kernels else {}
+        found |= {"kernels": kernels, "toolchain": dict(toolchain())} if kernels else {}
         failed = not all(outcome.passed for outcome in outcomes) or not all(record["passed"] for record in kernels)
     if args.out:
         where = {"device": str(args.device), "threads": torch.get_num_threads()}

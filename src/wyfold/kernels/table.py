@@ -111,7 +111,7 @@ def plan(
     collectives: tuple[str, ...] = (),
     keys: Callable[[], StageKeys] = tuple,
     sizes: StageKeys = (),
-    trial: Callable[[], Trial] | None = None,
+    trials: Callable[[], tuple[Trial, ...]] = tuple,
 ) -> Plan:
     """Choose the backend and the table entries for the launches of one call. Inside `explain` the call ends here.
 
@@ -129,7 +129,7 @@ def plan(
         kept: Forward stages that are launched although another stage covers them.
         keys: Returns (stage, launch configuration key) of every kernel; called only inside `explain`.
         sizes: (stage, words of such a key) that decide whether the stage's kernels fit the GPU.
-        trial: Returns a small call with the same kernels, for their self-check. None: they are not checked.
+        trials: Returns small calls with the same kernels, for their self-check.
 
     Raises:
         ValueError: `backend` is not the name of a backend.
@@ -153,7 +153,7 @@ def plan(
     found = Plan(operator, chosen, *launches, dict(reasons), chunk_size, parts, copies, collectives)
     found = dataclasses.replace(found, segments=segments)
     if chosen == "triton":
-        found = dataclasses.replace(found, self_check=_self_check(operator, device, reasons, trial))
+        found = dataclasses.replace(found, self_check=_self_check(operator, device, reasons, trials))
     if chosen == "triton" and explaining():
         found = _with_kernels(found, forward, backward, device, keys(), kept)
         in_gluon = any(".gluon)" in launched for launched in found.forward + found.backward)
@@ -162,7 +162,9 @@ def plan(
     return announce_plan(found)
 
 
-def _self_check(operator: str, device: torch.device, reasons: dict[str, str], trial: Callable[[], Trial] | None) -> str:
+def _self_check(
+    operator: str, device: torch.device, reasons: dict[str, str], trials: Callable[[], tuple[Trial, ...]]
+) -> str:
     """State of the self-check of a call's kernels, which is made now if the call is to run.
 
     Raises:
@@ -170,16 +172,14 @@ def _self_check(operator: str, device: torch.device, reasons: dict[str, str], tr
     """
     if not self_check.unproven(device):
         return "verified"
-    if trial is None:
-        return ""
-    small = trial()
-    cases = (small, small._replace(sequences=small.fewest)) if small.fewest else (small,)
-    outcomes = [self_check.outcome(case, device, run=not explaining()) for case in cases]
-    for found in outcomes:
+    states = []
+    for trial in trials():
+        found = self_check.outcome(trial, device, run=not explaining())
         if found.refusal:
             message = f"{operator}: no backend serves this call on {device.type}"
             raise UnsupportedError(message, {**reasons, "triton": found.refusal})
-    return outcomes[0].state
+        states.append(found.state)
+    return "passed" if set(states) == {"passed"} else "not run"
 
 
 def _with_kernels(

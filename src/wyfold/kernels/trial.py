@@ -60,7 +60,6 @@ class Trial(NamedTuple):
             operands of products; half an ulp on the inputs shows the effect.
         written: Number of slots that a row writes, of a call on a pool.
         rows: Rows of the letter R.
-        fewest: Sequences of a second check that a compiler needs, to which the occupancy of scans is unknown; else 0.
     """
 
     name: str
@@ -75,7 +74,6 @@ class Trial(NamedTuple):
     rounding: str = "once"
     written: int = 1
     rows: int = 0
-    fewest: int = 0
 
     def lengths(self) -> list[int]:
         """Tokens of each sequence."""
@@ -124,20 +122,22 @@ def boundary_sample(cu: Tensor | None) -> Sample | None:
     return None if cu is None else Sample("boundaries", cu.dtype, "E", ())
 
 
-def states_like(sequences: int, v: Tensor) -> dict[str, int]:
-    """Fields of a trial of scans: sequences with the occupancy hint of the call's, and enough states.
+def with_sequences(trial: Trial, sequences: int, v: Tensor) -> tuple[Trial, ...]:
+    """The trial of scans with enough states, and with the occupancy hint of the call's sequences.
 
-    More sequences than fill half of the multiprocessors change no launch configuration (`with_occupancy_hint`).
+    More sequences than fill half of the multiprocessors change no launch configuration (`with_occupancy_hint`). To a
+    compiler the number may be symbolic, so there are two trials, of few sequences and of many.
 
     Args:
+        trial: The trial.
         sequences: N of the call.
         v: [B, T, HV, V].
     """
     heads, V = v.shape[2:]
     filling, fewest = _processors(v.device) // (2 * heads * -(-V // 128)) + 1, -(-STATES // heads)
     if torch.compiler.is_compiling():
-        return {"sequences": filling, "fewest": min(fewest, filling)}
-    return {"sequences": min(max(sequences, fewest), filling)}
+        return trial._replace(sequences=filling), trial._replace(sequences=min(fewest, filling))
+    return (trial._replace(sequences=min(max(sequences, fewest), filling)),)
 
 
 @constant_to_compilers
@@ -375,6 +375,8 @@ def _draw(trial: Trial, kind: str, shape: tuple[int, ...], seed: int) -> Tensor:
         return 0.1 * uniform
     if kind == "weight":
         return 1 + 0.1 * normal
+    if kind == "map":  # a state, and a matrix that enlarges none
+        return torch.cat([normal[..., : -shape[-2]], normal[..., -shape[-2] :] / shape[-2] ** 0.5], dim=-1)
     if kind == "triangle":  # rows of a chunk's strictly lower triangle, small enough to have a small inverse
         rows = torch.arange(shape[1])[:, None] % shape[-1]
         return 0.2 * normal * (torch.arange(shape[-1]) < rows)[:, None]

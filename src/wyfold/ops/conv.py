@@ -149,7 +149,7 @@ def _make_plan(
         copies=copies,
         collectives=() if context is None else _collectives(context, sizes),
         keys=lambda: [("conv", f"conv W{W}"), ("conv", f"conv_bwd W{W}")],
-        trial=lambda: _trial(t, output_final_state, activation is not None, cu),
+        trials=lambda: (_trial(t, output_final_state, activation is not None, cu),),
     )
     return plan.backend
 

@@ -12,8 +12,9 @@ from wyfold.autograd.delta_eager import chunks_per_part
 from wyfold.autograd.row_alignment import alignment_copies, tma_copies
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.context_parallel.delta import summarized_by_kernels
+from wyfold.context_parallel.rank_exchange import exchange_trials
 from wyfold.kernels import table
-from wyfold.kernels.trial import TOKENS, Sample, Trial, boundary_sample, sample, states_like
+from wyfold.kernels.trial import TOKENS, Sample, Trial, boundary_sample, sample, with_sequences
 from wyfold.ops.chunking import chunk_size_of, cut_of, runs_eagerly
 from wyfold.ops.delta_arguments import DeltaCall
 from wyfold.ops.delta_checks import CheckedDelta, check_call
@@ -106,18 +107,19 @@ def _plan(
         if explaining() and not recurrent
         else (),
         keys=keys,
-        trial=lambda: _trial(call, checked, options),
+        trials=lambda: _trials(call, checked, options),
     )
 
 
-def _trial(call: DeltaCall, checked: CheckedDelta, options: DeltaOptions) -> Trial:
-    """A small call with the kernels of this one. Its sequences are cut into segments if those of the call may be.
+def _trials(call: DeltaCall, checked: CheckedDelta, options: DeltaOptions) -> tuple[Trial, ...]:
+    """Small calls with the kernels of this one. Sequences are cut into segments if those of the call may be.
 
-    The states that ranks exchange are not part of it: it is a call of one rank.
+    Over ranks, the kernels are those of one rank's segments, and those that apply the states of other ranks.
     """
+    across_ranks = call.chunk is not None and call.chunk.cp_context is not None
     (q, k, v), gate, sizes = checked[:3], call.gate, checked.sizes
     sequences, tokens = checked.sequences, TOKENS
-    if options.segment_chunks or (call.chunk is not None and call.chunk.cp_context is not None):
+    if options.segment_chunks or across_ranks:
         most = CUT_FROM + 1
         tokens = most * options.chunk_size - 7
         sequences = -(-expected_segments(sequences, sizes["B"] * sizes["T"], options.chunk_size, options.cut) // most)
@@ -126,7 +128,7 @@ def _trial(call: DeltaCall, checked: CheckedDelta, options: DeltaOptions) -> Tri
         tokens = options.chunk_size + 9
     if options.checkpoint_every:
         tokens = max(tokens, 2 * options.checkpoint_every + 9)
-    return Trial(
+    trial = Trial(
         call.op,
         "delta_fwd",
         (
@@ -143,8 +145,9 @@ def _trial(call: DeltaCall, checked: CheckedDelta, options: DeltaOptions) -> Tri
         packed=call.cu_seqlens is not None,
         gradients=options.save,
         rounding="once" if options.recurrent else "chunks",
-        **states_like(sequences, v),
     )
+    exchange = exchange_trials(options, q, v) if across_ranks else ()
+    return *with_sequences(trial, sequences, v), *exchange
 
 
 def token_samples(

@@ -188,7 +188,7 @@ def _plan(
         backward=("gate",),
         dtypes=dtypes,
         keys=lambda: [("gate", launch), ("gate", f"{launch}_bwd")],
-        trial=trial,
+        trials=lambda: (trial(),),
     )
 
 

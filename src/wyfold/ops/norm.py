@@ -171,7 +171,7 @@ def _plan(op: str, x: Tensor, backend: str | None, dtypes: tuple[torch.dtype, ..
         backward=("norm",),
         dtypes=dtypes,
         keys=lambda: [("norm", op), ("norm", f"{op}_bwd")],
-        trial=trial,
+        trials=lambda: (trial(),),
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from wyfold.autograd.row_alignment import alignment_copies, tma_copies
 from wyfold.autograd.serving_delta import DeltaServing, serve
 from wyfold.kernels import table
-from wyfold.kernels.trial import TOKENS, Sample, Trial, boundary_sample, sample, states_like
+from wyfold.kernels.trial import TOKENS, Sample, Trial, boundary_sample, sample, with_sequences
 from wyfold.ops.chunking import best_chunk_size
 from wyfold.ops.delta_arguments import GateFlags
 from wyfold.ops.delta_checks import check_boundaries, check_gate, check_tensors
@@ -244,12 +244,12 @@ def _make_plan(call: ServingCall) -> DeltaOptions:
         kernel_copies=alignment_copies(q=q, k=k, g=g if gate.channel else None) if chunked and explaining() else (),
         tma_copies=tma_copies(q, k, v) if chunked and explaining() else (),
         keys=keys,
-        trial=lambda: _trial(call, q, k, v, cu, N, options),
+        trials=lambda: _trials(call, q, k, v, cu, N, options),
     )
     return options._replace(backend=plan.backend)
 
 
-def _trial(
+def _trials(
     call: ServingCall,
     q: Tensor,
     k: Tensor,
@@ -257,8 +257,8 @@ def _trial(
     cu: Tensor | None,
     sequences: int,
     options: DeltaOptions,
-) -> Trial:
-    """A small call with the kernels of this one.
+) -> tuple[Trial, ...]:
+    """Small calls with the kernels of this one.
 
     Args:
         call: The call.
@@ -294,12 +294,14 @@ def _trial(
         gradients=False,
         rounding="once" if options.recurrent else "chunks",
         written=tokens if slots.each else 1,
-        **({"sequences": 9} if options.recurrent else states_like(sequences, v)),
     )
+    if options.recurrent:
+        return (small._replace(sequences=9),)
+    found = with_sequences(small, sequences, v)
     if slots.checkpoint_pool is None:
-        return small
-    rows = small.sizes()["T"] // every
-    return small._replace(rows=rows if small.packed else rows * small.sequences)
+        return found
+    rows = [trial.sizes()["T"] // every * (1 if trial.packed else trial.sequences) for trial in found]
+    return tuple([trial._replace(rows=count) for trial, count in zip(found, rows, strict=True)])
 
 
 def slot_samples(

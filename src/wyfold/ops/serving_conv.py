@@ -275,7 +275,7 @@ def _make_plan(
         forward=("conv_pool",) if drafts else ("state_pool", "conv"),
         dtypes=table.dtypes(*given.values()),
         keys=lambda: [(launch, f"W{W}" if drafts else f"conv W{W}"), *([] if drafts else [("state_pool", "")])],
-        trial=lambda: _trial(op, x, pool, weight, bias, cu, flags, drafts=drafts, most=capacity),
+        trials=lambda: (_trial(op, x, pool, weight, bias, cu, flags, drafts=drafts, most=capacity),),
     )
     return plan.backend
 

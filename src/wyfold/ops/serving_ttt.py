@@ -182,7 +182,7 @@ def _ttt_decode(
             forward=("ttt_decode",),
             dtypes=table.dtypes(*cast, *pool[:4]),
             keys=lambda: [("ttt_decode", table.kernel_module("ttt_decode", "triton").launch_key(D))],
-            trial=trial,
+            trials=lambda: (trial(),),
         )
         return int(D) ** -0.5 if scale is None else check.number(op, "scale", scale), plan.backend
 

@@ -248,7 +248,7 @@ def _plan(
 
     Args:
         key: Maps the kernel's module to the launch key.
-        trial: As of `table.plan`.
+        trial: Returns a small call with the same kernels.
         copies: Names of the arguments that kernels copy first.
     """
     N = None if cu is None else cu.shape[0] - 1
@@ -264,7 +264,7 @@ def _plan(
         parts=parts,
         kernel_copies=copies,
         keys=lambda: [(stage, key(table.kernel_module(stage, "triton")))],
-        trial=trial,
+        trials=lambda: (trial(),),
     )
 
 

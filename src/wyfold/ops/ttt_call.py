@@ -88,7 +88,7 @@ def _plan(call: TTTCall, checked: CheckedTTT, options: TTTOptions) -> Plan:
         collectives=() if call.context is None else _collectives(call.context, v),
         keys=lambda: _launch_keys(v.device, q.dtype, D, C),
         sizes=() if q.dtype == torch.float64 else (("ttt", f"{dtype_word(q.dtype)} K{int(D)} C{C}"),),
-        trial=lambda: _trial(call, checked, options),
+        trials=lambda: (_trial(call, checked, options),),
     )
 
 
