@@ -61,11 +61,7 @@ class SharedMemory:
     def arranged(
         program: Program, storage: tuple[Tensor, Tensor], dtype: torch.dtype, shape: list[int], layout: Any
     ) -> SharedMemory:
-        """View the first bytes of `storage` as tiles."""
-        count = dtype.itemsize * torch.Size(shape).numel()
-        if count > storage[0].numel():
-            raise Fault(f"{shape} {dtype} need {count} bytes of a view that has {storage[0].numel()}")
-        storage = storage[0][:count], storage[1][:count]
+        """View `storage` as tiles."""
         span = getattr(layout, "swizzle_byte_width", 0) // dtype.itemsize
         blocked = len(shape) > 1 and 0 < span < shape[-1]
         if blocked:
@@ -118,9 +114,14 @@ class SharedMemory:
         return SharedMemory(self.program, None, (self.data, self.state), self.layout, True, not self.transposed)
 
     def reinterpret(self, dtype: torch.dtype, shape: Any, layout: Any) -> SharedMemory:
+        """View all bytes as other tiles. Triton 3.8 and later do not compile a view of fewer bytes."""
         if self.storage is None:
             raise Fault("only contiguous shared memory can be reinterpreted")
-        return SharedMemory.arranged(self.program, self.storage, dtype, [int(n) for n in shape], layout)
+        shape = [int(n) for n in shape]
+        count, there = dtype.itemsize * torch.Size(shape).numel(), self.storage[0].numel()
+        if count != there:
+            raise Fault(f"{shape} {dtype} need {count} bytes of a view that has {there}")
+        return SharedMemory.arranged(self.program, self.storage, dtype, shape, layout)
 
     def _keep_alive(self) -> None:
         """No-op: allocations never overlap here."""

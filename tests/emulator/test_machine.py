@@ -50,6 +50,7 @@ def test_views_share_memory_and_invalid_views_are_refused():
         lambda: memory.index(0).slice(8, 8),
         lambda: memory.index(0).slice(0, 4).reinterpret(torch.float32, [4, 16], None),
         lambda: memory.reinterpret(torch.float32, [17, 16], None),
+        lambda: memory.reinterpret(torch.float32, [8, 16], None),
         lambda: memory.store(Value(numbers(8, 16))),
     ):
         with pytest.raises(Fault):

@@ -18,7 +18,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from wyfold.tile.index.triton import TmaDescriptor
 
-# Triton 3.7 and 3.8 renamed the first three of these functions, and 3.9 the last one.
+# Triton 3.7 and 3.8 renamed the first three of these functions, and 3.9 the last one. A reinterpretation must have the
+# size of its source from 3.8 on: a view of the first half is `reinterpret(x, dtype, [2, ...], layout).index(0)`.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier

@@ -283,7 +283,7 @@ def wyfold_prepare_channel_gluon(
     k_slices = reinterpret(keys, gl.bfloat16, [NB, BT, BK], HALF)
     q_slices = reinterpret(queries, gl.bfloat16, [NB, BT, BK], HALF)
     if USE_TMA:
-        G = gate_buffer if x_g.dtype == gl.float32 else reinterpret(gate_buffer, x_g.dtype, [BT, K], WIDE)
+        G = gate_buffer if x_g.dtype == gl.float32 else reinterpret(gate_buffer, x_g.dtype, [2, BT, K], WIDE).index(0)
         mbarrier.init(gates_ready, count=1)
         mbarrier.init(tokens_ready, count=1)
         fence_async_shared()
@@ -359,8 +359,8 @@ def wyfold_prepare_channel_gluon(
         barrier()
 
         # Grams of keys, and of keys with queries: of each warp's sub-chunk with itself, and with three later ones.
-        later = reinterpret(gate_buffer, gl.float32, [2 * BT, BK], FULL32)
-        blocks = reinterpret(gate_buffer, gl.float32, [4, 32, BK], FULL32)
+        later = reinterpret(gate_buffer, gl.float32, [NB // 2, 2 * BT, BK], FULL32).index(0)
+        blocks = reinterpret(gate_buffer, gl.float32, [2 * NB, 32, BK], FULL32)
         pairs = reinterpret(gates, gl.bfloat16, [NB, 2 * BT, BK], HALF)
         kk_own, kq_own = gl.zeros([4, 16, 16], gl.float32, LN), gl.zeros([4, 16, 16], gl.float32, LN)
         gram_1, gram_2, gram_3 = _zeros(LJ, BT), _zeros(LJ, BT), _zeros(LJ, BT)
@@ -415,7 +415,7 @@ def wyfold_prepare_channel_gluon(
         # decays.
         U = reinterpret(keys, gl.bfloat16, [2 * BT, BT], WIDE)
         PT = reinterpret(queries, gl.bfloat16, [8, 16, BT], WIDE)
-        near = reinterpret(border_decays, gl.float32, [4, 16, 16], CUBE)
+        near = reinterpret(border_decays, gl.float32, [2, 4, 16, 16], CUBE).index(0)
         D = reinterpret(border_decays, gl.bfloat16, [2, 2 * BT, 16], SLIM).index(1)
         o_s = gl.arange(0, BT, layout=ROW)
         block = (o_s // 16)[:, None]
@@ -469,7 +469,7 @@ def wyfold_prepare_channel_gluon(
         W = join4_columns(w_0, w_1, w_2, w_3, BT, LC)
         squares = gl.convert_layout(_concat_columns(F.to(gl.bfloat16), W), LE, assert_trivial=True)
         reinterpret(gates, gl.bfloat16, [BT, 2 * K], HALF).store(_concat_columns(E.to(gl.bfloat16), squares))
-        out_E = reinterpret(gates, gl.bfloat16, [BT, K], HALF)
+        out_E = reinterpret(gates, gl.bfloat16, [2, BT, K], HALF).index(0)
         out = quarters(gates, x_F, 4)
         fence_async_shared()
         barrier()
