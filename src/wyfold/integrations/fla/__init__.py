@@ -10,6 +10,7 @@ context parallelism and helpers.
 from __future__ import annotations
 
 from wyfold.integrations.fla.acceleration import Acceleration, Report, accelerate
+from wyfold.integrations.fla.checkpoints import FlaCheckpoint, from_fla, to_fla
 from wyfold.integrations.fla.modules import FusedRMSNormGated, L2Norm, ShortConvolution
 from wyfold.integrations.fla.pieces import (
     causal_conv1d,
@@ -36,6 +37,7 @@ from wyfold.integrations.fla.stand_in import StandIn, install, uninstall
 
 __all__ = [
     "Acceleration",
+    "FlaCheckpoint",
     "FusedRMSNormGated",
     "L2Norm",
     "Report",
@@ -49,6 +51,7 @@ __all__ = [
     "chunk_kda",
     "chunk_scaled_dot_kkt_fwd",
     "chunk_ttt_linear",
+    "from_fla",
     "fused_chunk_ttt_linear",
     "fused_gdn_gate",
     "fused_kda_gate",
@@ -60,5 +63,6 @@ __all__ = [
     "l2norm",
     "rms_norm_gated",
     "solve_tril",
+    "to_fla",
     "uninstall",
 ]

@@ -1,0 +1,192 @@
+"""Names, shapes and options of fla's DeltaNet, GatedDeltaNet and KimiDeltaAttention, and of Wyfold's layers.
+
+fla has a projection and a convolution for each of q, k and v; Wyfold has one of each for all three. The other tensors
+differ in name, and KDA's dt_bias in shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from wyfold import layers
+from wyfold.layers.delta_net import DeltaMixer
+from wyfold.runtime.check import UnsupportedError
+
+_FIXED: dict[str, Any] = {"use_short_conv": True, "conv_bias": False}
+
+
+class Kind(NamedTuple):
+    """One of the three layers.
+
+    Attributes:
+        ours: Wyfold's class.
+        pattern: Its name in a decoder's pattern.
+        model_type, architecture: fla's names of the language model.
+        fixed: fla's options that Wyfold's layer has one value of.
+        names: Wyfold's name -> fla's, of tensors that both have.
+    """
+
+    ours: type[DeltaMixer]
+    pattern: str
+    model_type: str
+    architecture: str
+    fixed: dict[str, Any]
+    names: dict[str, str]
+
+
+_NAMES = {"beta.weight": "b_proj.weight", "norm.weight": "o_norm.weight", "out.weight": "o_proj.weight"}
+_DECAY = {"decay_parameters.A_log": "A_log", "decay_parameters.dt_bias": "dt_bias"}
+
+KINDS: dict[str, Kind] = {
+    "DeltaNet": Kind(
+        layers.DeltaNet,
+        "delta_net",
+        "delta_net",
+        "DeltaNetForCausalLM",
+        {**_FIXED, "use_gate": False, "use_beta": True, "qk_activation": "silu", "qk_norm": "l2"},
+        _NAMES,
+    ),
+    "GatedDeltaNet": Kind(
+        layers.GatedDeltaNet,
+        "gated_delta_net",
+        "gated_deltanet",
+        "GatedDeltaNetForCausalLM",
+        {**_FIXED, "use_gate": True, "output_gate_activation": "swish"},
+        {**_NAMES, **_DECAY, "decay.weight": "a_proj.weight", "gate.weight": "g_proj.weight"},
+    ),
+    "KimiDeltaAttention": Kind(
+        layers.KimiDeltaAttention,
+        "kda",
+        "kda",
+        "KDAForCausalLM",
+        _FIXED,
+        {
+            **_NAMES,
+            **_DECAY,
+            "decay_down.weight": "f_proj.0.weight",
+            "decay_up.weight": "f_proj.1.weight",
+            "gate_down.weight": "g_proj.0.weight",
+            "gate_up.weight": "g_proj.1.weight",
+            "gate_up.bias": "g_proj.1.bias",
+        },
+    ),
+}
+"""By the name of fla's class, which is also that of Wyfold's."""
+
+
+def our_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of Wyfold's layer, from those of fla's constructor with all defaults filled in.
+
+    Raises:
+        UnsupportedError: Wyfold's layer lacks an option.
+        ValueError: Widths are not whole numbers.
+    """
+    for option, value in KINDS[name].fixed.items():
+        found = given.get(option, value)
+        if found != value and (found, value) != ("silu", "swish"):
+            raise _lacking(name, option, found)
+    H, width = given["num_heads"], given["hidden_size"]
+    HV = given.get("num_v_heads") or H
+    if name == "DeltaNet":
+        K, V = (_whole(name, f"expand_{of}", width * given[f"expand_{of}"] / H) for of in "kv")
+    else:
+        K = given["head_dim"]
+        V = _whole(name, "expand_v", K * given["expand_v"])
+    if name == "KimiDeltaAttention" and V != K:
+        raise _lacking(name, "expand_v", given["expand_v"])
+    sizes = {"hidden_size": width, "num_heads": H, "num_v_heads": HV, "head_dim": K, "head_v_dim": V}
+    options = {name: given[name] for name in ("conv_size", "allow_neg_eigval", "norm_eps")}
+    bound = {"lower_bound": given["lower_bound"]} if name == "KimiDeltaAttention" else {}
+    return {**sizes, **options, **bound}
+
+
+def their_arguments(layer: DeltaMixer) -> dict[str, Any]:
+    """Arguments of fla's constructor, from Wyfold's layer.
+
+    Raises:
+        UnsupportedError: fla's layer lacks an option.
+    """
+    name = type(layer).__name__
+    K, V, H, HV = layer.head_dim, layer.head_v_dim, layer.num_heads, layer.num_v_heads
+    norm: Any = layer.norm
+    if getattr(norm, "round_before_weight", False):
+        raise _lacking(f"fla's {name}", "round_before_weight of the norm", True)
+    shared = {
+        "hidden_size": layer.hidden_size,
+        "num_heads": H,
+        "conv_size": layer.conv.conv_size,
+        "allow_neg_eigval": layer.allow_neg_eigval,
+        "norm_eps": norm.eps,
+    }
+    if name == "DeltaNet":
+        if HV != H:
+            raise _lacking("fla's DeltaNet", "num_v_heads", HV)
+        width = layer.hidden_size
+        return {**shared, "expand_k": _expansion(H * K, width), "expand_v": _expansion(H * V, width)}
+    if name == "KimiDeltaAttention":
+        if V != K:
+            raise _lacking("fla's KimiDeltaAttention", "projections of K for decays of a layer with head_v_dim", V)
+        bound: Any = layer.lower_bound
+        shared |= {"lower_bound": bound, "safe_gate": bound is not None and bound >= -5}
+    return {**shared, "head_dim": K, "expand_v": _expansion(V, K), "num_v_heads": HV}
+
+
+def our_weights(name: str, theirs: Mapping[str, Tensor], HV: int) -> dict[str, Tensor]:
+    """Tensors of Wyfold's layer, from those of fla's.
+
+    Raises:
+        ValueError: A tensor is missing or unknown.
+    """
+    names = KINDS[name].names
+    triples = [f"{of}_{part}.weight" for part in ("proj", "conv1d") for of in "qkv"]
+    expected = {*names.values(), *triples}
+    if missing := expected - theirs.keys():
+        raise ValueError(
+            f"from_fla: {name} must have the tensors {', '.join(sorted(missing))}, got none of these names"
+        )
+    if unknown := theirs.keys() - expected:
+        raise ValueError(f"from_fla: {name} must have known tensors, got {', '.join(sorted(unknown))}")
+    weights = {our_name: theirs[name] for our_name, name in names.items()}
+    weights["qkv.weight"] = torch.cat([theirs[name] for name in triples[:3]])
+    weights["conv.weight"] = torch.cat([theirs[name].squeeze(1) for name in triples[3:]])
+    # fla keeps the weight of an ungated norm in float32.
+    weights["norm.weight"] = weights["norm.weight"].to(weights["out.weight"].dtype)
+    if name == "KimiDeltaAttention":
+        weights["decay_parameters.dt_bias"] = weights["decay_parameters.dt_bias"].reshape(HV, -1)
+    return weights
+
+
+def their_weights(layer: DeltaMixer) -> dict[str, Tensor]:
+    """Tensors of fla's layer, from Wyfold's."""
+    ours = {name: tensor.detach() for name, tensor in layer.state_dict().items()}
+    weights = {name: ours[our_name] for our_name, name in KINDS[type(layer).__name__].names.items()}
+    sizes = [layer.key_size, layer.key_size, layer.value_size]
+    for of, rows, taps in zip("qkv", ours["qkv.weight"].split(sizes), ours["conv.weight"].split(sizes), strict=True):
+        weights[f"{of}_proj.weight"], weights[f"{of}_conv1d.weight"] = rows, taps.unsqueeze(1)
+    if "dt_bias" in weights:
+        weights["dt_bias"] = weights["dt_bias"].flatten()
+    return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
+
+
+def _expansion(width: int, unit: int) -> float:
+    """width / unit, such that fla's `int(unit * expansion)` is width."""
+    expansion = width / unit
+    return expansion if int(unit * expansion) == width else math.nextafter(expansion, math.inf)
+
+
+def _whole(name: str, what: str, width: float) -> int:
+    if abs(width - round(width)) > 1e-5 * abs(width):
+        raise ValueError(f"from_fla: {what} of {name} must give whole widths, got {width}")
+    return round(width)
+
+
+def _lacking(name: str, option: str, value: object) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name} has no option {option}={value!r}",
+        {"instead": "wyfold.integrations.fla.layers and models have all of fla's options, and load its checkpoints"},
+    )
