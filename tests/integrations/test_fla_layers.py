@@ -69,6 +69,30 @@ def test_both_forms_packing_and_gradients_agree(name: str):
         assert float((packed - apart).abs().max()) < 1e-4 * float(y.abs().max())
 
 
+@pytest.mark.parametrize("name", cases.LAYERS)
+def test_layers_run_under_autocast(name: str):
+    layer = made(name).train()
+    cases.fill(layer)
+    x = cases.wave((1, 20, cases.WIDTH), 0.9)
+    expected = layer(x)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)[0]
+        assert y.dtype == torch.bfloat16
+        y.float().square().sum().backward()
+    error = (y.float() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert 0 < error.item() < 0.03
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in layer.parameters())
+
+
+@pytest.mark.parametrize("name", ["delta", "gdn", "kda"])
+def test_layers_compile_as_one_graph(name: str):
+    layer = made(name).train()
+    cases.fill(layer)
+    x = cases.wave((2, 20, cases.WIDTH), 0.9)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x)[0], layer(x)[0])
+
+
 def test_wrong_layers_are_refused():
     refused: list[tuple[str, str, dict[str, Any]]] = [
         ("DeltaNet", "mode must be one of", {"mode": "fused_chunk"}),

@@ -101,7 +101,7 @@ class DeltaNet(Mixer):
         if self.qk_activation in ("relu", "elu"):
             q, k = (rows.relu() if self.qk_activation == "relu" else F.elu(rows) + 1 for rows in (q, k))
         if self.qk_norm == "sum":
-            q, k = (F.normalize(rows, p=1, dim=-1, eps=1e-6) for rows in (q, k))
+            q, k = (F.normalize(rows, p=1, dim=-1, eps=1e-6).to(v.dtype) for rows in (q, k))  # autocast widens it
         beta = self.b_proj(x).sigmoid() if self.use_beta else torch.ones_like(q[..., 0])
         rule = fused_recurrent_delta_rule if recurrent else chunk_delta_rule
         beta = 2 * beta if self.allow_neg_eigval else beta
