@@ -32,5 +32,5 @@ def gluon_sum(p, KEPT: gl.constexpr):
 def test_a_reused_barrier_is_found(kept: bool):
     made = []
     with aot.pretend_gpu("sm_90", lambda *given, **options: made.append(aot.code(*given, **options)[0])):
-        gluon_sum[(1,)](torch.zeros(128), KEPT=kept, num_warps=4)
+        gluon_sum[(1,)](torch.zeros(128), KEPT=kept, num_warps=4, enable_fp_fusion=True)
     assert bool(reused_barriers(made[0])) is not kept

@@ -152,11 +152,11 @@ def _instructions(machine: Machine) -> list[tuple[Any, Any]]:
         (index.tma_load, load),
         (index.tma_store, lambda box, at, tile: tma_store(machine.program, box, at, tile)),
         (index.barrier, lambda: None),
+        (index.copy_async, lambda tile, p, mask=None: async_copy(machine.program, tile, p, mask)),
         (index.reinterpret, lambda tile, *view: tile.reinterpret(*view)),
         (
             ampere.async_copy,
             SimpleNamespace(
-                async_copy_global_to_shared=lambda tile, p, mask=None: async_copy(machine.program, tile, p, mask),
                 commit_group=site("commit_group", lambda: commit_group(machine.program)),
                 wait_group=site("wait_group", lambda n=0: wait_group(machine.program, int(n))),
             ),

@@ -13,16 +13,18 @@ import torch
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from wyfold.tile.index.triton import TmaDescriptor
 
-# Triton 3.7 and 3.8 renamed the first three of these functions, and 3.9 the last one. A reinterpretation must have the
+# Triton 3.7 and 3.8 renamed the first three of these functions, and 3.9 the last two. A reinterpretation must have the
 # size of its source from 3.8 on: a view of the first half is `reinterpret(x, dtype, [2, ...], layout).index(0)`.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 ELEMENTS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}

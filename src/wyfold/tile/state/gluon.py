@@ -10,6 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from wyfold.tile.index.gluon import copy_async
+
 
 @gluon.jit
 def state_offsets(strides, i_n, i_h, o_v, o_k):
@@ -54,7 +56,7 @@ def copy_state_async(p, there, K: gl.constexpr, V: gl.constexpr, BV: gl.constexp
     The caller waits for the copy group before it reads the tile.
     """
     held = gl.allocate_shared_memory(p.dtype.element_ty, [K, BV], swizzled_layout(BV))
-    async_copy.async_copy_global_to_shared(held, p + _tile_offsets(0, K, V, BV), mask=there)
+    copy_async(held, p + _tile_offsets(0, K, V, BV), mask=there)
     async_copy.commit_group()
     return held
 
