@@ -4,6 +4,7 @@ import ast
 import copy
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,38 @@ def test_folders_load_in_one_file_or_several(size: str, tmp_path: Path):
     assert torch.equal(from_fla(str(tmp_path))(ids)[0], from_fla(theirs)(ids)[0])
 
 
+ATTENTION = {"num_heads": 4, "num_kv_heads": 2, "window_size": 16, "rope_theta": 100.0}
+
+
+def test_models_with_softmax_attention_go_both_ways(tmp_path: Path):
+    options = {"attention": {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "window": 16, "rope_base": 100.0}}
+    config = DecoderConfig(VOCAB, WIDTH, 5, "kda*2 attention", 2, head_dim=16, options=options)
+    ours = Decoder(config)
+    to_fla(ours).save(tmp_path)
+    attn = json.loads((tmp_path / "config.json").read_text())["attn"]
+    assert attn == {"layers": [2], "qkv_bias": False, **ATTENTION}
+    back, ids = from_fla(tmp_path), tokens()
+    assert back.config.layers == config.layers
+    assert torch.equal(back(ids)[0], ours(ids)[0])
+
+
+def test_attention_that_wyfold_lacks_is_refused(folder: Path):
+    spec = {"layers": [0], "num_heads": 2}
+    with pytest.raises(UnsupportedError, match="attn has no option qkv_bias"):
+        from_fla(changed(folder, attn={**spec, "qkv_bias": True}))
+    with pytest.raises(UnsupportedError, match="attn must be the same in all its layers"):
+        from_fla(changed(folder, num_hidden_layers=2, attn=[spec, {"layers": [1], "num_heads": 4}]))
+    with pytest.raises(ValueError, match="fields of attn must be known, got qk_norm"):
+        from_fla(changed(folder, attn={**spec, "qk_norm": True}))
+    with pytest.raises(ValueError, match="attn must have num_heads"):
+        from_fla(changed(folder, attn={"layers": [0]}))
+    with pytest.raises(ValueError, match="attention must have the tensors q_proj"):
+        from_fla(changed(folder, num_hidden_layers=1, attn=spec))
+    config = DecoderConfig(VOCAB, WIDTH, 2, "gdn attention", 2, head_dim=8)
+    with pytest.raises(UnsupportedError, match="fla's Attention has no option head_dim=8"):
+        to_fla(Decoder(config))
+
+
 def test_a_decoder_that_fla_has_no_form_of_is_refused():
     with pytest.raises(UnsupportedError, match="layers of one kind"):
         to_fla(Decoder(DecoderConfig(hidden_size=WIDTH, num_layers=2, pattern="gdn kda", num_heads=2, head_dim=16)))
@@ -206,7 +239,7 @@ def test_unknown_fields_are_refused_by_name(folder: Path):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("attn", {"layers": [0]}), ("attnres_block_size", 2), ("use_l2warp", True), ("hidden_act", "powlu")],
+    [("attnres_block_size", 2), ("use_l2warp", True), ("hidden_act", "powlu")],
 )
 def test_fields_that_the_decoder_lacks_are_refused(folder: Path, field: str, value: Any):
     with pytest.raises(UnsupportedError, match=f"from_fla: {field}="):
@@ -298,9 +331,26 @@ def test_installed_layers_have_equal_outputs(case: str):
     close(ours(x), exact, y)
 
 
-@pytest.mark.parametrize("case", MODELS)
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window_size: tuple[int, int], **_: Any) -> Tensor:
+    """The function of flash-attn that fla's attention calls on dense rows."""
+    T, left = q.shape[1], window_size[0] if window_size[0] >= 0 else q.shape[1]
+    distance = torch.arange(T)[:, None] - torch.arange(T)
+    rows = (x.transpose(1, 2) for x in (q, k, v))
+    mask = (distance >= 0) & (distance <= left)
+    return nn.functional.scaled_dot_product_attention(*rows, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+
+
+def _first(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return cos[: x.shape[1]].to(x), sin[: x.shape[1]].to(x)
+
+
+INSTALLED = {**MODELS, "gdn, attention": ("GatedDeltaNet", {**MODELS["gdn"][1], "attn": {"layers": [1], **ATTENTION}})}
+
+
+@pytest.mark.parametrize("case", INSTALLED)
 def test_installed_models_have_equal_logits(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     need_fla()
+    import fla.layers.attn
     import fla.models
     import fla.modules
     import fla.modules.mlp
@@ -312,7 +362,12 @@ def test_installed_models_have_equal_logits(case: str, tmp_path: Path, monkeypat
         "forward",
         lambda self, x: nn.functional.rms_norm(x, x.shape[-1:], self.weight.to(x), self.eps),
     )
-    name, sizes = MODELS[case]
+    rotary = sys.modules[fla.modules.RotaryEmbedding.__module__]
+    monkeypatch.setattr(
+        rotary, "rotary_embedding", lambda x, cos, sin, **_: rotary.rotary_embedding_ref(x, *_first(x, cos, sin))
+    )
+    monkeypatch.setattr(fla.layers.attn, "flash_attn_func", flash_attention)
+    name, sizes = INSTALLED[case]
     # A list in fla 0.5.2, as before transformers 5, which now neither saves nor loads such models.
     tied = {"lm_head.weight": "model.embeddings.weight"}
     monkeypatch.setattr(getattr(fla.models, f"{name}ForCausalLM"), "_tied_weights_keys", tied)

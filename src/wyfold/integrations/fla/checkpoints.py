@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Mapping
@@ -11,7 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from wyfold.integrations.fla.mixer_weights import KINDS, our_arguments, our_weights, their_arguments, their_weights
+from wyfold.integrations.fla.mixer_weights import (
+    KINDS,
+    our_arguments,
+    our_attention,
+    our_attention_weights,
+    our_weights,
+    their_arguments,
+    their_attention,
+    their_attention_weights,
+    their_weights,
+)
+from wyfold.layers.attention import SoftmaxAttention
 from wyfold.layers.delta_net import DeltaMixer
 from wyfold.models import disk
 from wyfold.models.config import DecoderConfig
@@ -114,8 +126,7 @@ def from_fla(source: nn.Module | str | os.PathLike[str], *, backend: str | None 
         TypeError: source is neither a layer nor a language model of fla's, nor a folder.
         FileNotFoundError: The folder lacks a file.
         ValueError: A field of the configuration or a tensor is unknown or missing; the message names it.
-        UnsupportedError: An option that Wyfold's layers do not have, such as `use_short_conv=False`, or softmax
-            attention in some layers.
+        UnsupportedError: An option that Wyfold's layers do not have, such as `use_short_conv=False`.
         ImportError: safetensors is not installed, and source is a folder.
 
     Examples:
@@ -129,7 +140,7 @@ def from_fla(source: nn.Module | str | os.PathLike[str], *, backend: str | None 
         return _decoder(_read_config(Path(source)), _read_weights(Path(source)), backend).eval()
     if not isinstance(source, nn.Module):
         raise TypeError(f"from_fla: source must be a module of fla or a folder, got {type(source).__name__}")
-    weights = {name: tensor.detach().clone() for name, tensor in source.state_dict().items()}
+    weights = _copies(source.state_dict())
     name = type(source).__name__
     if name in KINDS and hasattr(source, "q_proj"):
         return _layer(name, _layer_options(name, source), weights, backend).train(source.training)
@@ -145,7 +156,7 @@ def to_fla(module: DeltaMixer | Decoder) -> FlaCheckpoint:
 
     Args:
         module: A `DeltaNet`, `GatedDeltaNet` or `KimiDeltaAttention` of `wyfold.layers`, or a `Decoder` whose layers
-            are all of one of these.
+            are all of one of these, except for those of softmax attention.
 
     Returns:
         Configuration and weights; the weights are copies. For a layer: `fla.layers.GatedDeltaNet(**config)` and its
@@ -157,18 +168,23 @@ def to_fla(module: DeltaMixer | Decoder) -> FlaCheckpoint:
         UnsupportedError: fla's layer or model lacks an option.
     """
     if isinstance(module, DeltaMixer) and type(module).__name__ in KINDS:
-        return FlaCheckpoint(their_arguments(module), their_weights(module))
+        return FlaCheckpoint(their_arguments(module), _copies(their_weights(module)))
     if not isinstance(module, Decoder):
         raise TypeError(f"to_fla: module must be one of {', '.join(KINDS)} or a Decoder, got {type(module).__name__}")
     config = module.config
     patterns = {kind.pattern: kind for kind in KINDS.values()}
-    if len(set(config.layers)) != 1 or config.layers[0] not in patterns:
+    others = sorted(set(config.layers) - {"attention"})
+    if len(others) != 1 or others[0] not in patterns:
         raise UnsupportedError(
-            "to_fla: a model of fla has layers of one kind",
+            "to_fla: a model of fla has layers of one kind, and softmax attention",
             {"fla": f"the pattern must name one of {', '.join(patterns)}, got {config.pattern!r}"},
         )
-    kind = patterns[config.layers[0]]
-    arguments = their_arguments(module.blocks[0].mixer)  # type: ignore[arg-type]  # a DeltaMixer
+    kind = patterns[others[0]]
+    mixers: list[Any] = [block.mixer for block in module.blocks]
+    attention = [number for number, mixer in enumerate(mixers) if isinstance(mixer, SoftmaxAttention)]
+    arguments = their_arguments(mixers[config.layers.index(kind.pattern)])
+    if attention:
+        arguments["attn"] = their_attention(mixers[attention[0]], attention)
     if arguments["norm_eps"] != config.norm_eps:
         raise UnsupportedError(
             "to_fla: a model of fla has one norm_eps",
@@ -189,7 +205,11 @@ def to_fla(module: DeltaMixer | Decoder) -> FlaCheckpoint:
         "tie_word_embeddings": config.tied,
         **arguments,
     }
-    return FlaCheckpoint(fields, {name: tensor.detach().clone() for name, tensor in weights.items()})
+    return FlaCheckpoint(fields, _copies(weights))
+
+
+def _copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in weights.items()}
 
 
 # --- layers ----------------------------------------------------------------------------------------------------------
@@ -221,15 +241,17 @@ def _decoder(given: Mapping[str, Any], weights: dict[str, Tensor], backend: str 
     arguments = our_arguments(name, fields)
     kind = KINDS[name]
     sizes = {key: arguments.pop(key) for key in ("num_heads", "num_v_heads", "head_dim", "head_v_dim", "conv_size")}
+    attention, shape = our_attention(fields["attn"], fields["hidden_size"])
+    names = ["attention" if number in attention else kind.pattern for number in range(fields["num_hidden_layers"])]
     config = DecoderConfig(
         vocab_size=fields["vocab_size"],
         hidden_size=arguments.pop("hidden_size"),
         num_layers=fields["num_hidden_layers"],
-        pattern=kind.pattern,
+        pattern=" ".join(f"{mixer}*{len(list(run))}" for mixer, run in itertools.groupby(names)),
         mlp_size=_mlp_size(fields),
         tied=fields["tie_word_embeddings"],
         norm_eps=fields["norm_eps"],
-        options={kind.pattern: arguments},
+        options={kind.pattern: arguments, **({"attention": shape} if attention else {})},
         **sizes,
     )
     with torch.device("meta"):
@@ -243,7 +265,8 @@ def _decoder(given: Mapping[str, Any], weights: dict[str, Tensor], backend: str 
     for number in range(config.num_layers):
         block = f"model.layers.{number}."
         taken = {key.removeprefix(block): weights.pop(key) for key in [*weights] if key.startswith(block)}
-        for key, tensor in _our_block(name, block, taken, config.num_v_heads or config.num_heads).items():
+        mixer = None if number in attention else name
+        for key, tensor in _our_block(mixer, block, taken, sizes["num_v_heads"]).items():
             renamed[f"blocks.{number}.{key}"] = tensor
     if weights:
         raise ValueError(f"from_fla: every tensor must be known, got {', '.join(sorted(weights))}")
@@ -266,7 +289,7 @@ def _fields(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if unknown := given.keys() - defaults.keys() - WITHOUT_EFFECT:
         raise ValueError(f"from_fla: fields of the configuration must be known, got {', '.join(sorted(unknown))}")
     fields = {**defaults, **{field: value for field, value in given.items() if field in defaults}}
-    for field, value in {"attn": None, "attnres_block_size": None, "use_l2warp": False, "hidden_act": "swish"}.items():
+    for field, value in {"attnres_block_size": None, "use_l2warp": False, "hidden_act": "swish"}.items():
         if fields[field] != value:
             raise UnsupportedError(
                 f"from_fla: {field}={fields[field]!r} is not offered", {"wyfold": f"the decoder has {value!r} only"}
@@ -282,8 +305,8 @@ def _mlp_size(fields: Mapping[str, Any]) -> int:
     return -(-int(fields["hidden_size"] * ratio * 2 / 3) // 256) * 256
 
 
-def _our_block(name: str, block: str, theirs: dict[str, Tensor], HV: int) -> dict[str, Tensor]:
-    """Tensors of Wyfold's block, from those of fla's, which are taken out of the dict."""
+def _our_block(name: str | None, block: str, theirs: dict[str, Tensor], HV: int) -> dict[str, Tensor]:
+    """Tensors of Wyfold's block, from those of fla's. name: class of the mixer; None is softmax attention."""
     up = [_take(theirs, f"mlp.{part}_proj.weight", block) for part in ("gate", "up")]
     ours = {
         "mixer_norm.weight": _take(theirs, "attn_norm.weight", block),
@@ -292,20 +315,23 @@ def _our_block(name: str, block: str, theirs: dict[str, Tensor], HV: int) -> dic
         "mlp.out.weight": _take(theirs, "mlp.down_proj.weight", block),
     }
     # What is left beside the mixer's tensors is refused with them, under its name.
-    mixer = {key.removeprefix("attn."): tensor for key, tensor in theirs.items()}
-    return {**ours, **{f"mixer.{key}": tensor for key, tensor in our_weights(name, mixer, HV).items()}}
+    given = {key.removeprefix("attn."): tensor for key, tensor in theirs.items()}
+    mixer = our_attention_weights(given) if name is None else our_weights(name, given, HV)
+    return {**ours, **{f"mixer.{key}": tensor for key, tensor in mixer.items()}}
 
 
 def _their_block(block: Any) -> dict[str, Tensor]:
-    """Tensors of fla's block, from Wyfold's."""
+    """Views of Wyfold's tensors, as fla's block has them."""
     gate, up = block.mlp.up.weight.chunk(2)
+    attention = isinstance(block.mixer, SoftmaxAttention)
+    mixer = their_attention_weights(block.mixer) if attention else their_weights(block.mixer)
     return {
         "attn_norm.weight": block.mixer_norm.weight,
         "mlp_norm.weight": block.mlp_norm.weight,
         "mlp.gate_proj.weight": gate,
         "mlp.up_proj.weight": up,
         "mlp.down_proj.weight": block.mlp.out.weight,
-        **{f"attn.{key}": tensor for key, tensor in their_weights(block.mixer).items()},
+        **{f"attn.{key}": tensor for key, tensor in mixer.items()},
     }
 
 

@@ -1,4 +1,4 @@
-"""Names, shapes and options of fla's DeltaNet, GatedDeltaNet and KimiDeltaAttention, and of Wyfold's layers.
+"""Names, shapes and options of fla's DeltaNet, GatedDeltaNet, KimiDeltaAttention and Attention, and of Wyfold's layers.
 
 fla has a projection and a convolution for each of q, k and v; Wyfold has one of each for all three. The other tensors
 differ in name, and KDA's dt_bias in shape.
@@ -162,7 +162,7 @@ def our_weights(name: str, theirs: Mapping[str, Tensor], HV: int) -> dict[str, T
 
 
 def their_weights(layer: DeltaMixer) -> dict[str, Tensor]:
-    """Tensors of fla's layer, from Wyfold's."""
+    """Views of Wyfold's tensors, as fla's layer has them."""
     ours = {name: tensor.detach() for name, tensor in layer.state_dict().items()}
     weights = {name: ours[our_name] for our_name, name in KINDS[type(layer).__name__].names.items()}
     sizes = [layer.key_size, layer.key_size, layer.value_size]
@@ -170,7 +170,89 @@ def their_weights(layer: DeltaMixer) -> dict[str, Tensor]:
         weights[f"{of}_proj.weight"], weights[f"{of}_conv1d.weight"] = rows, taps.unsqueeze(1)
     if "dt_bias" in weights:
         weights["dt_bias"] = weights["dt_bias"].flatten()
-    return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
+    return weights
+
+
+# --- softmax attention in some layers of a model ---------------------------------------------------------------------
+
+_ATTENTION = {"num_kv_heads": None, "window_size": None, "rope_theta": 10_000.0}
+"""Fields of `attn` that Wyfold's attention has, with fla's defaults."""
+
+
+def our_attention(attn: Any, hidden_size: int) -> tuple[list[int], dict[str, Any]]:
+    """Layers with softmax attention, and its arguments, from the field `attn` of a model's configuration.
+
+    Raises:
+        UnsupportedError: Its layers differ among each other, or have biases.
+        ValueError: A field is unknown or missing.
+    """
+    specs = [] if attn is None else [attn] if isinstance(attn, Mapping) else list(attn)
+    numbers: list[int] = []
+    found: list[dict[str, Any]] = []
+    for spec in specs:
+        if missing := {"layers", "num_heads"} - spec.keys():
+            raise ValueError(f"from_fla: attn must have {', '.join(sorted(missing))}, got {dict(spec)}")
+        if unknown := spec.keys() - _ATTENTION.keys() - {"layers", "num_heads", "qkv_bias"}:
+            raise ValueError(f"from_fla: fields of attn must be known, got {', '.join(sorted(unknown))}")
+        if spec.get("qkv_bias"):
+            raise _lacking("attn", "qkv_bias", True)
+        heads, (kv_heads, window, base) = spec["num_heads"], (spec.get(key, _ATTENTION[key]) for key in _ATTENTION)
+        numbers += spec["layers"]
+        found.append(
+            {
+                "num_heads": heads,
+                "num_kv_heads": heads if kv_heads is None else kv_heads,
+                "head_dim": hidden_size // heads,
+                "window": window,
+                "rope_base": float(base),
+            }
+        )
+    if any(arguments != found[0] for arguments in found):
+        raise UnsupportedError(
+            "from_fla: attn must be the same in all its layers", {"wyfold": "a decoder has one kind of attention"}
+        )
+    return numbers, found[0] if found else {}
+
+
+def their_attention(layer: layers.SoftmaxAttention, numbers: list[int]) -> dict[str, Any]:
+    """The field `attn` of a model's configuration.
+
+    Raises:
+        UnsupportedError: fla's heads have another width.
+    """
+    if layer.head_dim * layer.num_heads != layer.hidden_size:
+        raise _lacking("fla's Attention", "head_dim", layer.head_dim)
+    return {
+        "layers": numbers,
+        "num_heads": layer.num_heads,
+        "num_kv_heads": layer.num_kv_heads,
+        "qkv_bias": False,
+        "window_size": layer.window,
+        "rope_theta": layer.rope_base,
+    }
+
+
+def our_attention_weights(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of Wyfold's attention, from those of fla's.
+
+    Raises:
+        ValueError: A tensor is missing or unknown.
+    """
+    expected = [f"{of}_proj.weight" for of in "qkvo"]
+    if theirs.keys() != set(expected):
+        got = ", ".join(sorted(theirs)) or "none"
+        raise ValueError(f"from_fla: attention must have the tensors {', '.join(expected)}, got {got}")
+    return {"qkv.weight": torch.cat([theirs[name] for name in expected[:3]]), "out.weight": theirs[expected[3]]}
+
+
+def their_attention_weights(layer: layers.SoftmaxAttention) -> dict[str, Tensor]:
+    """Views of Wyfold's tensors, as fla's attention has them."""
+    D, keys = layer.head_dim, layer.num_kv_heads * layer.head_dim
+    q, k, v = layer.qkv.weight.detach().split([layer.num_heads * D, keys, keys])
+    return {f"{of}_proj.weight": tensor for of, tensor in zip("qkvo", (q, k, v, layer.out.weight), strict=True)}
+
+
+# --- numbers and refusals --------------------------------------------------------------------------------------------
 
 
 def _expansion(width: int, unit: int) -> float:
