@@ -16,6 +16,7 @@ from wyfold import UnsupportedError, serving
 from wyfold.context_parallel.rank_exchange import exchange_trials
 from wyfold.cp import build_cp_context
 from wyfold.kernels import self_check, table
+from wyfold.kernels.trial import Trial, with_sequences
 from wyfold.ops import plan_cache
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
@@ -205,7 +206,7 @@ def test_a_compiled_call_is_checked_while_it_is_traced(device, capsys):
 
 
 @pytest.mark.long
-def test_a_compiled_call_of_any_length_is_checked_for_few_and_many_programs(device, monkeypatch):
+def test_a_compiled_call_of_any_size_is_checked_for_few_and_many_programs(device, monkeypatch):
     monkeypatch.setattr(kernel_configs, "processors", lambda device: 20)
     q = inputs.draw("random", "gated_delta_rule", Shape(1, 20, 1, 2, 16, 8), dtype=BF16)
     q = {name: x.to(device) for name, x in q.items()}
@@ -214,9 +215,27 @@ def test_a_compiled_call_of_any_length_is_checked_for_few_and_many_programs(devi
         fullgraph=True, backend="aot_eager", dynamic=True,
     )  # fmt: skip
     call(**q)
-    (many, _), (few, _) = self_check._outcomes
-    assert (many.sequences, few.sequences) == (6, 4) and many._replace(sequences=4) == few
+    sequences = [trial.sequences for trial, _ in self_check._outcomes]
+    assert sequences == [2, 5, 6] and len({trial._replace(sequences=0) for trial, _ in self_check._outcomes}) == 1
     assert all(found.state == "passed" for found in self_check._outcomes.values())
+
+
+@pytest.mark.parametrize("sequences, checked", [(0, 8), (1, 8), (33, 8), (34, 66), (66, 66), (67, 67), (10_000, 67)])
+def test_any_number_of_sequences_has_one_of_three_checks(sequences: int, checked: int, device, monkeypatch):
+    """The hints of the check's launches are those of the call's."""
+    monkeypatch.setattr(kernel_configs, "processors", lambda device: 132)
+    v = torch.empty(1, 1, 1, 16, device=device)
+    (found,) = with_sequences(Trial("op", "delta_fwd", (), ()), sequences, v)
+    assert found.sequences == checked
+    for factor in (1, 2):  # of the forward, of the backward
+        hints = {kernel_configs.with_occupancy_hint("", factor * max(1, n), v.device) for n in (sequences, checked)}
+        assert len(hints) == 1
+
+
+def test_another_scale_is_no_other_kernel(device, capsys):
+    for scale in (1.0, 0.3):
+        delta("delta_rule", FP32, device, grad=False, scale=scale)
+    assert capsys.readouterr().err.count("first use") == 1
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)

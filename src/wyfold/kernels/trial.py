@@ -123,10 +123,11 @@ def boundary_sample(cu: Tensor | None) -> Sample | None:
 
 
 def with_sequences(trial: Trial, sequences: int, v: Tensor) -> tuple[Trial, ...]:
-    """The trial of scans with enough states, and with the occupancy hint of the call's sequences.
+    """The trial of scans, with enough states and the occupancy hints of the call's sequences.
 
-    More sequences than fill half of the multiprocessors change no launch configuration (`with_occupancy_hint`). To a
-    compiler the number may be symbolic, so there are two trials, of few sequences and of many.
+    Hints change where programs of 128 value rows fill a quarter (backward) and a half (forward) of the multiprocessors
+    (`with_occupancy_hint`). So any number of sequences has one of three trials. To a compiler the number may be
+    symbolic, and all three are made.
 
     Args:
         trial: The trial.
@@ -134,10 +135,12 @@ def with_sequences(trial: Trial, sequences: int, v: Tensor) -> tuple[Trial, ...]
         v: [B, T, HV, V].
     """
     heads, V = v.shape[2:]
-    filling, fewest = _processors(v.device) // (2 * heads * -(-V // 128)) + 1, -(-STATES // heads)
+    programs, processors = heads * -(-V // 128), _processors(v.device)
+    quarter, half = processors // (4 * programs), processors // (2 * programs)
+    few = min(-(-STATES // heads), max(1, quarter))
     if torch.compiler.is_compiling():
-        return trial._replace(sequences=filling), trial._replace(sequences=min(fewest, filling))
-    return (trial._replace(sequences=min(max(sequences, fewest), filling)),)
+        return tuple([trial._replace(sequences=n) for n in (few, max(1, half), half + 1)])
+    return (trial._replace(sequences=few if sequences <= quarter else half if sequences <= half else half + 1),)
 
 
 @constant_to_compilers

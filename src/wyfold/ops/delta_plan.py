@@ -118,6 +118,8 @@ def _trials(call: DeltaCall, checked: CheckedDelta, options: DeltaOptions) -> tu
     """
     across_ranks = call.chunk is not None and call.chunk.cp_context is not None
     (q, k, v), gate, sizes = checked[:3], call.gate, checked.sizes
+    scale = q.shape[-1] ** -0.5  # a number to the kernels: another scale is no other kernel
+    options = options._replace(scale=scale, unit=gradient_unit(scale, q.dtype))
     sequences, tokens = checked.sequences, TOKENS
     if options.segment_chunks or across_ranks:
         most = CUT_FROM + 1

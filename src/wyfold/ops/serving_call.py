@@ -287,7 +287,7 @@ def _trials(
             None if slots.checkpoint_indices is None else Sample("rows", slots.checkpoint_indices.dtype, "R", ()),
             sample(v if call.out is None else call.out, "normal", "BT"),
         ),
-        (slots.each, -1, *options),
+        (slots.each, -1, *options._replace(scale=q.shape[-1] ** -0.5)),
         (),
         tokens=tokens,
         packed=cu is not None,

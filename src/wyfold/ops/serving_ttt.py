@@ -171,8 +171,7 @@ def _ttt_decode(
                 slot_samples(state_indices, None)[0],
                 sample(v if given is None else given, "normal", "BT"),
             )
-            factor = int(D) ** -0.5 if scale is None else float(scale)
-            values = -1, residual, factor, float(eps), chunk_size, "triton"
+            values = -1, residual, int(D) ** -0.5, float(eps), chunk_size, "triton"
             return Trial(op, "serve_ttt", samples, values, (), sequences=9, tokens=1, gradients=False)
 
         plan = table.plan(

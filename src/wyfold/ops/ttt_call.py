@@ -115,7 +115,7 @@ def _trial(call: TTTCall, checked: CheckedTTT, options: TTTOptions) -> Trial:
             None,
             boundary_sample(boundaries_of(call.cu_seqlens)[0]),
         ),
-        tuple(options),
+        tuple(options._replace(scale=v.shape[3] ** -0.5)),
         ("o", "state", "state_bias"),
         sequences=-(-STATES // v.shape[2]),
         packed=call.cu_seqlens is not None,
