@@ -70,6 +70,11 @@ def cut(device: torch.device):
         return delta("gated_delta_rule", FP32, device, state="normal", chunk_size=16)
 
 
+def states(device: torch.device) -> wyfold.TTTState:
+    S, c = (torch.zeros(3, 2, n, 16, device=device) for n in (16, 1))
+    return wyfold.TTTState(S, c, S.clone(), c.clone(), torch.zeros(3, dtype=torch.int32, device=device))
+
+
 CU = torch.tensor([0, 9, 9, 20])
 FLAGS = torch.tensor([True, False])
 CALLS: dict[str, Callable[[torch.device], Any]] = {
@@ -110,6 +115,21 @@ CALLS: dict[str, Callable[[torch.device], Any]] = {
     ),
     "gates": lambda d: wyfold.fused_gdn_gate(
         torch.ones(3, 4, device=d), torch.ones(4, device=d, requires_grad=True), backend="triton"
+    ),
+    "gates of channels": lambda d: wyfold.fused_kda_gate(
+        torch.ones(3, 4, 8, device=d, dtype=FP16), None, torch.ones(32, device=d, requires_grad=True), -5.0,
+        output_dtype=BF16, backend="triton",
+    ),
+    "write strengths": lambda d: wyfold.fused_beta_sigmoid(torch.ones(3, 4, device=d, dtype=BF16), backend="triton"),
+    "rows": lambda d: wyfold.l2norm(torch.ones(3, 24, device=d), output_dtype=FP16, backend="triton"),
+    "TTT, pool": lambda d: serving.ttt_decode(
+        *(torch.ones(2, 1, 2, 16, device=d, dtype=BF16) for _ in range(3)), torch.ones(2, 16, device=d),
+        torch.zeros(2, 16, device=d), 0.1, states(d), torch.arange(2, device=d), backend="triton",
+    ),
+    "convolution, prompts": lambda d: serving.conv1d_prefill(
+        torch.ones(1, 20, 24, device=d, dtype=BF16), torch.zeros(4, 24, 3, device=d, dtype=BF16),
+        torch.ones(24, 4, device=d, dtype=BF16), cu_seqlens=CU.to(d), state_indices=torch.arange(3, device=d),
+        has_initial_state=torch.tensor([True, False, True], device=d), backend="triton",
     ),
     "kkt": lambda d: wyfold.chunk_scaled_dot_kkt(
         torch.ones(1, 20, 1, 16, device=d), torch.ones(1, 20, 2, device=d), -torch.ones(1, 20, 2, 16, device=d),

@@ -3,6 +3,7 @@
 The card and the comparison are simulated. `tests/interpret/test_self_check.py` has the comparison.
 """
 
+import ast
 import json
 import os
 import threading
@@ -328,6 +329,17 @@ def test_verification_checks_again_and_stores_the_answer(machine, tmp_path):
     with self_check.collecting() as found:
         machine.plan()
     assert machine.runs == 3 and len(found) == 1
+
+
+def test_every_plan_has_a_check():
+    folder = Path(wyfold.__file__).parent / "ops"
+    found = 0
+    for file in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "table.plan":
+                found += 1
+                assert "trials" in {keyword.arg for keyword in node.keywords}, f"{file.name}:{node.lineno}"
+    assert found >= 9
 
 
 def test_doctor_lists_the_checks_of_this_toolchain(machine, monkeypatch):

@@ -87,7 +87,7 @@ def outcome(trial: Trial, device: torch.device, *, run: bool) -> Outcome:
         device: Where the call runs.
         run: Whether the check may run; otherwise the outcome may be "not run".
     """
-    # Plain tuples of numbers that are not symbolic, as compilers pass them to a function that they do not trace.
+    # Plain tuples of numbers that are not symbolic: compilers pass no others (docs/facts/host.md, TORCH-3).
     samples = tuple([None if sample is None else (*sample[:3], _plain(sample.rest)) for sample in trial.samples])
     return Outcome(*_outcome((*trial[:2], samples, _plain(trial.values), *_plain(trial[4:])), device, run))
 
