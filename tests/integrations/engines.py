@@ -19,6 +19,7 @@ from torch import Tensor
 
 from wyfold.integrations import engine_hooks
 from wyfold.integrations.engine_hooks import Record
+from wyfold.reference import error
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -78,8 +79,14 @@ def paged_pool(slots: int, HV: int, V: int, K: int, dtype: torch.dtype) -> Tenso
 def assert_near(actual: Tensor, expected: Tensor, *dtypes: torch.dtype) -> None:
     """Compare with a float64 result, up to the rounding of the coarsest dtype."""
     bound = max(ROUNDING[dtype] for dtype in dtypes)
-    error = (actual.double() - expected).abs().max().item() if actual.numel() else 0.0
-    assert error <= bound * max(1.0, expected.abs().max().item() if expected.numel() else 0.0), error
+    found = error.largest(actual, expected)
+    assert found <= bound * max(1.0, expected.abs().max().item()), found
+
+
+def assert_same(name: str, actual: Tensor, expected: Tensor) -> None:
+    """Compare results in float64 of which one computes its gates and norm in float32, as trainers do."""
+    found = error.rms(actual, expected.double())
+    assert found <= 2.0**-20, f"{name}: {found}"
 
 
 def parameters(function: Callable[..., object]) -> list[str]:

@@ -1,18 +1,19 @@
 """Integrations with other libraries.
 
 `transformers` patches its models, `fla` offers its names and keywords, `vllm` and `sglang` are plug-ins of serving
-engines, `dtensor` adds tensor parallelism, and `flops` registers FLOP formulas. The rest of the library imports none of
-these, and importing one imports no other package.
+engines, `megatron` and `torchtitan` have layers for the configurations of these trainers, `dtensor` adds tensor
+parallelism, and `flops` registers FLOP formulas. The rest of the library imports none of these, and importing one
+imports no other package.
 """
 
 import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-__all__ = ["dtensor", "fla", "flops", "sglang", "transformers", "vllm"]
+__all__ = ["dtensor", "fla", "flops", "megatron", "sglang", "torchtitan", "transformers", "vllm"]
 
 if TYPE_CHECKING:
-    from wyfold.integrations import dtensor, fla, flops, sglang, transformers, vllm
+    from wyfold.integrations import dtensor, fla, flops, megatron, sglang, torchtitan, transformers, vllm
 else:
 
     def __getattr__(name: str) -> ModuleType:
