@@ -85,9 +85,6 @@ SHARED = {
 }
 """Bytes of shared memory available to one block."""
 
-SAME_CODE = {"sm_89": "sm_80"}
-"""Architecture -> one with the same PTX except for the target's name. The assembler allocates registers for each."""
-
 
 @dataclass(frozen=True)
 class Call:
@@ -308,20 +305,19 @@ class FakeDriver:
 
 
 @contextlib.contextmanager
-def pretend_gpu(architecture: str, launched: Callable[..., None], code_of: str = "") -> Iterator[None]:
+def pretend_gpu(architecture: str, launched: Callable[..., None]) -> Iterator[None]:
     """Let kernels serve CPU tensors as on a GPU of this architecture.
 
     Args:
-        architecture: Determines calls and configurations.
+        architecture: Determines calls, configurations and the target of the compiler.
         launched: Called as `launched(kernel, *arguments, grid=..., **options)` instead of a launch.
-        code_of: Architecture to compile for, if it differs.
     """
 
     def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         launched(self, *arguments, grid=grid, **options)
 
     with (
-        mock.patch.object(driver, "_active", FakeDriver(code_of or architecture)),
+        mock.patch.object(driver, "_active", FakeDriver(architecture)),
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(triton_support, "architecture", lambda device: architecture),
         mock.patch.object(table, "_device_refusal", lambda device, demand: ""),
@@ -339,17 +335,8 @@ def in_make_test(call: Call | ServingCall | RankCall, kernel: str) -> bool:
     return not call.only or kernel in call.only
 
 
-def compiled(
-    call: Call | ServingCall | RankCall, architecture: str, code_of: str = "", *, whole: bool = False
-) -> list[Usage]:
-    """Compile the kernels of a call.
-
-    Args:
-        call: The call.
-        architecture: Determines configurations, and the target of the assembler.
-        code_of: Architecture whose PTX is assembled, if it differs.
-        whole: Whether to compile all kernels, also if the call has `only` some.
-    """
+def compiled(call: Call | ServingCall | RankCall, architecture: str, *, whole: bool = False) -> list[Usage]:
+    """Compile the kernels of a call for an architecture; with `whole` all kernels, also if the call has `only` some."""
     found: list[Usage] = []
 
     everything = whole and not isinstance(call, RankCall)
@@ -357,10 +344,9 @@ def compiled(
     def launched(kernel: Any, *arguments: Any, **options: Any) -> None:
         if not everything and not in_make_test(call, kernel_name(kernel)):
             return
-        ready, log = code(kernel, *arguments, **options)
-        found.append(usage(ready, log) if code_of in ("", architecture) else usage(ready, "", architecture))
+        found.append(compile_one(kernel, *arguments, **options))
 
-    with pretend_gpu(architecture, launched, code_of):
+    with pretend_gpu(architecture, launched):
         call.run()
     return found
 
@@ -508,11 +494,11 @@ def explained_rows(call: Call, architecture: str) -> set[tuple[str, str]]:
     }
 
 
-def usage(kernel: Any, log: str, architecture: str = "") -> Usage:
+def usage(kernel: Any, log: str) -> Usage:
     """Resources of a compiled kernel, from the assembler's log. Cached on disk, next to the compiler's cache."""
-    kept = CACHE / f"{kernel.hash}{architecture}.use.json"
+    kept = CACHE / f"{kernel.hash}.use.json"
     if not kept.exists():
-        log = log if "spill stores" in log else assembler_log(kernel, architecture)
+        log = log if "spill stores" in log else assembler_log(kernel)
         spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
         found = Usage(
             kernel.metadata.name,
@@ -527,16 +513,14 @@ def usage(kernel: Any, log: str, architecture: str = "") -> Usage:
     return Usage(**json.loads(kept.read_text()))
 
 
-def assembler_log(kernel: Any, architecture: str = "") -> str:
-    """Assemble the PTX of a compiled kernel again, for its target or another one, and return the log."""
+def assembler_log(kernel: Any) -> str:
+    """Assemble the PTX of a compiled kernel again, and return the log."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     with tempfile.TemporaryDirectory() as folder:
-        source, ptx = Path(folder, "kernel.ptx"), kernel.asm["ptx"]
-        if architecture:
-            ptx = PTX_TARGET.sub(f".target {architecture}", ptx)
-        source.write_text(ptx)
-        gpu = PTX_TARGET.search(ptx)[1]
+        source = Path(folder, "kernel.ptx")
+        source.write_text(kernel.asm["ptx"])
+        gpu = PTX_TARGET.search(kernel.asm["ptx"])[1]
         command = [get_ptxas(kernel.metadata.target.arch).path, "-v", f"--gpu-name={gpu}", source]
         done = subprocess.run([*command, "-o", Path(folder, "kernel")], capture_output=True, text=True, check=True)
         return done.stderr
@@ -637,7 +621,13 @@ STATES = (("chunk_size", 64), ("state_v_first", True), ("return_intermediate_sta
 
 PER_ARCHITECTURE: dict[str, tuple[Call | ServingCall | RankCall, ...]] = {
     "sm_90": (
-        Call("chunk_kda, gate inside", options=(("chunk_size", 64),), packed=True),
+        # `gradients` in Triton, for which such a call is left with groups of heads, takes the longest to compile.
+        Call(
+            "chunk_kda, gate inside",
+            options=(("chunk_size", 64),),
+            packed=True,
+            only=("prepare.gluon", "scan.gluon", "scan_bwd.gluon"),
+        ),
         Call("chunk_delta_rule", options=(("chunk_size", 64),), heads=128, only=("scan.gluon",)),
         Call("chunk_gated_delta_rule", options=(("chunk_size", 64),), wrt=("initial_state",)),
         Call("chunk_kda", options=STATES, packed=True, heads=128, only=("scan.triton",)),
