@@ -38,18 +38,21 @@ help:
 demo: $(VENV)/.wyfold
 	$(BIN)/wyfold demo
 
-# Two workers of one thread: the suite is made of many small cases, and threads inside them only wait for each other.
+# Workers of one thread: the suite is made of many small cases, and threads inside them only wait for each other.
 # Where a test wants two threads, they wait asleep: spinning, they take their core from the other worker.
-# Bytecode is written: each of the workers would make that of all tests anew, 4 s.
-# Two processes: Triton reads at its import whether it compiles kernels or interprets them. A choice of tests that has
-# none for the interpreter is no failure there (5: nothing was collected).
-PYTEST = $(BIN)/python -m pytest -q -n 2 --dist worksteal
+# Bytecode is written: each of the workers would compile all tests again, 4 s.
+# Two runs: Triton reads at its import whether it compiles kernels or interprets them. They share two cores: a quarter of
+# the time is the interpreter's, and a tenth of the other run waits for timeouts and other processes. The interpreter's
+# output follows at the end. A choice of tests that has none for it is no failure (5: nothing was collected).
+PYTEST = $(BIN)/python -m pytest -q --dist worksteal
+INTERPRETED = $(VENV)/interpreted-tests.log
 test: $(VENV)/.wyfold
 	@status=0; export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive CUBLAS_WORKSPACE_CONFIG=:4096:8; \
 	unset PYTHONDONTWRITEBYTECODE; set -x; \
-	$(PYTEST) $(ARGS) || status=1; \
-	TRITON_INTERPRET=1 $(PYTEST) $(ARGS) || test $$? = 5 || status=1; \
-	exit $$status
+	TRITON_INTERPRET=1 $(PYTEST) -n 0 $(ARGS) >$(INTERPRETED) 2>&1 & interpreted=$$!; \
+	$(PYTEST) -n 2 $(ARGS) || status=1; \
+	wait $$interpreted || test $$? = 5 || status=1; \
+	cat $(INTERPRETED); exit $$status
 
 check: lint types imports architecture repeats budgets
 

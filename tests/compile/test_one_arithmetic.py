@@ -98,13 +98,14 @@ def kernels(
 @pytest.mark.long
 @pytest.mark.parametrize("op, names", KERNELS.items())
 def test_descriptors_pointers_strides_and_packed(op: str, names: tuple[str, ...]):
-    descriptors, strides = kernels(op, 128, names), kernels(op, 100, names, strided=True)
+    with_strides = tuple(name for name in names if "scan" not in name)
+    descriptors, strides = kernels(op, 128, names), kernels(op, 100, with_strides, strided=True)
     packed = kernels(op, 100, names, cu=(0, 30, 100))
     for name in names:
         assert descriptors[name][0].total() > 100
         assert descriptors[name] == packed[name], name
-        if "scan" not in name:
-            assert descriptors[name] == strides[name], name
+    for name in with_strides:
+        assert descriptors[name] == strides[name], name
 
 
 def factors(op: str, given: dict[str, torch.Tensor], **options: object) -> tuple[collections.Counter[str], ...]:
