@@ -91,7 +91,7 @@ def judge(
     got = both.total.flatten()[:n, None], *(from_quarters(x[:n]) for x in (both.F, both.W, both.FB))
     require_as_rounded(machine, **dict(zip(("total", "F", "W", "FB"), zip(got, want, strict=True), strict=True)))
     alone = (both.FB, forward.FB), (both.rows, forward.rows), (both.W, forward.W)
-    alone += (both.F, backward.F), (both.back, backward.rows), (both.W, backward.W)
+    alone += (both.F, backward.F), (both.rows_bwd, backward.rows), (both.W, backward.W)
     for x, y in alone:
         assert torch.equal(x[:n].view(torch.uint8), y[:n].view(torch.uint8)), "one direction alone has other bits"
     assert logit or not got[3][both.rows[:n, 3] == 0].any(), "F diag(beta) is not zero where beta is"

@@ -140,10 +140,10 @@ def test_both_directions_read_beta(rule, draw):
         prepare(*given, folded=False, forward=forward, backward=backward)
         for forward, backward in ((True, False), (False, True), (True, True))
     )
-    assert (forth.F, forth.back, back.FB, back.back) == (None,) * 4
+    assert (forth.F, forth.rows_bwd, back.FB, back.rows_bwd) == (None,) * 4
     for name, alone, wanted in (("FB", forth.FB, both.FB), ("rows", forth.rows, both.rows), ("W", forth.W, both.W)):
         assert torch.equal(alone, wanted), name
-    for name, alone, wanted in (("F", back.F, both.F), ("rows", back.rows, both.back), ("W", back.W, both.W)):
+    for name, alone, wanted in (("F", back.F, both.F), ("rows", back.rows, both.rows_bwd), ("W", back.W, both.W)):
         assert torch.equal(alone, wanted), name
     beta = back.rows[:, 3]
     FB, F = from_quarters(forth.FB), from_quarters(back.F)

@@ -48,43 +48,43 @@ def close(found: torch.Tensor, truth: torch.Tensor, backend: str) -> bool:
 
 
 @pytest.mark.parametrize("tailed", [False, True])
-@pytest.mark.parametrize("back", [False, True], ids=["forward", "back"])
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("K, V", WIDTHS)
-def test_rank_carry(K: int, V: int, back: bool, tailed: bool, backend: str, device: torch.device):
+def test_rank_carry(K: int, V: int, reverse: bool, tailed: bool, backend: str, device: torch.device):
     """Every rank of a zigzag partition with B rows. The map of a sequence's first piece must not be read."""
     B, world, tokens = 2, 3, 60
     partition = partition_sequences([0, 7, 25, tokens], tokens, owned_ranges("zigzag", tokens, world))
-    rows = partition.most_incoming if back else partition.most_outgoing
+    rows = partition.most_incoming if reverse else partition.most_outgoing
     H, M = normal(world, rows, B, HV, K, V), maps(world, rows, B, HV, K, K)
     reached = 0
     for chain in partition.chains:
-        piece = chain[-1] if back else chain[0]
-        M[piece.rank, piece.incoming if back else piece.outgoing] = torch.nan
+        piece = chain[-1] if reverse else chain[0]
+        M[piece.rank, piece.incoming if reverse else piece.outgoing] = torch.nan
     for rank, pieces in enumerate(partition.pieces):
-        wanted = [piece for piece in pieces if not (piece.last if back else piece.first)]
+        wanted = [piece for piece in pieces if not (piece.last if reverse else piece.first)]
         n = len(wanted) * B
-        routes = torch.tensor((backward_routes if back else forward_routes)(partition, rank))
+        routes = torch.tensor((backward_routes if reverse else forward_routes)(partition, rank))
         outer, borders = (StateRows(normal(9, HV, K, V), some(n, 9)) for _ in range(2))
         tails = torch.cat([normal(n, HV, K, V), maps(n, HV, K, K)], -1) if tailed else None
         truth = outer.states.clone(), borders.states.clone()
         for i, piece in enumerate(wanted):
             (chain,) = (c for c in partition.chains if piece in c)
-            before = list(reversed(chain)) if back else list(chain)
+            before = list(reversed(chain)) if reverse else list(chain)
             first, *others = before[: before.index(piece)]
             for b in range(B):
-                place = first.incoming if back else first.outgoing
+                place = first.incoming if reverse else first.outgoing
                 S = H[first.rank, place, b]
                 for other in others:
-                    place = other.incoming if back else other.outgoing
+                    place = other.incoming if reverse else other.outgoing
                     S = H[other.rank, place, b] + M[other.rank, place, b] @ S
                 truth[0][outer.rows[i * B + b]] = S
                 if tails is not None:
                     S = tails[i * B + b, ..., V:].mT @ S
                 row = borders.rows[i * B + b]
-                truth[1][row] = truth[1][row] + S if back else S
+                truth[1][row] = truth[1][row] + S if reverse else S
                 reached += 1
         gathered = torch.cat([H, M], -1)
-        found = run(backend, "rank_carry", device, gathered, routes, outer, borders, tails, back=back)
+        found = run(backend, "rank_carry", device, gathered, routes, outer, borders, tails, reverse=reverse)
         got_outer, got_borders = found[2:4]
         assert close(got_outer, truth[0], backend) and close(got_borders, truth[1], backend)
     assert reached >= 8

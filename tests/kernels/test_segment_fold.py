@@ -24,12 +24,12 @@ def drawn(
     return S.to(device), M.to(device), segments
 
 
-def folded(S: torch.Tensor, M: torch.Tensor, segments: Segments, back: bool) -> torch.Tensor:
+def folded(S: torch.Tensor, M: torch.Tensor, segments: Segments, reverse: bool) -> torch.Tensor:
     """Fold in float64; spare borders are unchanged."""
     S, M, r = S.double(), M.double(), 0
     for count in segments.first.diff().tolist():
         for i in range(1, count - 1):
-            if back:
+            if reverse:
                 r1 = r + count - 2 - i
                 S[r1] += torch.einsum("hkj,hkv->hjv", M[r1 + 1], S[r1 + 1])
             else:
@@ -38,28 +38,28 @@ def folded(S: torch.Tensor, M: torch.Tensor, segments: Segments, back: bool) -> 
     return S
 
 
-@pytest.mark.parametrize("back", [False, True], ids=["forward", "back"])
-def test_eager_fold(back: bool, float64_bounds):
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+def test_eager_fold(reverse: bool, float64_bounds):
     S, M, segments = drawn(8, 16, torch.float64, torch.device("cpu"))
-    truth = folded(S.clone(), M, segments, back)
-    table.kernel_module("segment_fold", "eager").segment_fold(S, M, segments, back=back)
+    truth = folded(S.clone(), M, segments, reverse)
+    table.kernel_module("segment_fold", "eager").segment_fold(S, M, segments, reverse=reverse)
     float64_bounds.output("S", S, truth)
 
 
-@pytest.mark.parametrize("back", [False, True], ids=["forward", "back"])
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("K, V", [(8, 24), (64, 16), (40, 8)])
-def test_the_kernel(K: int, V: int, back: bool, device: torch.device):
+def test_the_kernel(K: int, V: int, reverse: bool, device: torch.device):
     """States V-first and maps transposed, as `segment_summary` writes them; float32 throughout."""
     S, M, segments = drawn(K, V, torch.float32, device)
-    truth = folded(S.clone(), M, segments, back)
+    truth = folded(S.clone(), M, segments, reverse)
     S, M = S.mT.contiguous().mT, M.mT.contiguous().mT
-    table.kernel_module("segment_fold", "triton").segment_fold(S, M, segments, back=back, dtype=torch.float32)
+    table.kernel_module("segment_fold", "triton").segment_fold(S, M, segments, reverse=reverse, dtype=torch.float32)
     assert (S.double() - truth).norm() <= 1e-6 * truth.norm()
 
 
-@pytest.mark.parametrize("back", [False, True], ids=["forward", "back"])
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("other", [None, 1, 8, 9, 10, 15], ids=lambda r: f"not {r}")
-def test_zero_maps(back: bool, other: int | None, device: torch.device):
+def test_zero_maps(reverse: bool, other: int | None, device: torch.device):
     """All maps of one sequence are zeros, or all but one.
 
     Then the fold is skipped, or computed completely, also with a non-finite state at any border.
@@ -77,9 +77,9 @@ def test_zero_maps(back: bool, other: int | None, device: torch.device):
         given = S.clone()
         if lost is not None:
             given[start + lost, 1, 4, 0] = torch.nan
-        truth = folded(given.clone(), M, segments, back)
+        truth = folded(given.clone(), M, segments, reverse)
         got = given.clone().mT.contiguous().mT
-        fold(got, M.mT.contiguous().mT, segments, back=back, dtype=torch.float32)
+        fold(got, M.mT.contiguous().mT, segments, reverse=reverse, dtype=torch.float32)
         assert torch.equal(got.isnan(), truth.isnan()), lost
         assert (got.double() - truth).nan_to_num().norm() <= 1e-6 * truth.nan_to_num().norm(), lost
         if lost is None:

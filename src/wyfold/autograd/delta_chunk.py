@@ -132,19 +132,19 @@ class KernelCall:
         ).segment_summary_bwd
         summary_bwd(q, k, prepared, do, final, self.segments, self.options, self.key, gradients.mT)
 
-    def fold(self, states: Tensor, maps: Tensor, *, back: bool, divided: Tensor | None = None) -> None:
+    def fold(self, states: Tensor, maps: Tensor, *, reverse: bool, divided: Tensor | None = None) -> None:
         """Turn summaries into the states (or their gradients) at the borders, in place.
 
         Args:
-            states: [borders, HV, V, K] H, or c if `back`.
+            states: [borders, HV, V, K] H, or c if `reverse`.
             maps: [borders, HV, K, K] M of the segment that ends at each border.
-            back: Whether to fold from the last segment to the first.
+            reverse: Whether to fold from the last segment to the first.
             divided: Indices of the sequences to fold; None: all that are cut.
         """
         segments = self.segments
         if divided is not None and segments is not None:
             segments = replace(segments, divided=divided)
-        self.stage("segment_fold").segment_fold(states.mT, maps.mT, segments, back=back, dtype=self.t.k.dtype)
+        self.stage("segment_fold").segment_fold(states.mT, maps.mT, segments, reverse=reverse, dtype=self.t.k.dtype)
 
     def k_first(self, states: Tensor | None) -> Tensor | None:
         """View the caller's states K-first; None for None."""
@@ -199,9 +199,9 @@ def forward(
         with fork_side_stream(o.device) as on_side:
             with on_side:
                 call.summary(k, v, prepared, initial, *at_borders)
-                call.fold(*at_borders, back=False)
-                scan(behind=True)
-            scan(behind=False)
+                call.fold(*at_borders, reverse=False)
+                scan(from_borders=True)
+            scan(from_borders=False)
     return result, [*(at_borders if options.save else []), *(backward_factors(prepared) if keep else [])]
 
 
@@ -256,7 +256,7 @@ def backward(given: DeltaBackwardInputs) -> list[Tensor]:
         with fork_side_stream(q.device) as on_side:
             with on_side:
                 call.summary_bwd(q, k, prepared, d_out, final, gradients)
-                call.fold(gradients, at_borders[1], back=True)
+                call.fold(gradients, at_borders[1], reverse=True)
                 scan_bwd(half="reverse")
             scan_bwd(half="forward")
     del scan_bwd, prepared  # frees the factors, whose memory the tokens' gradients may reuse
@@ -308,8 +308,8 @@ def pass_through(states: Tensor | None, out: Tensor) -> None:
 
 def backward_factors(prepared: Prepared) -> list[Tensor]:
     """List the factors that the backward reads."""
-    if prepared.back is not None:
-        prepared = prepared._replace(rows=prepared.back, FB=None, back=None)
+    if prepared.rows_bwd is not None:
+        prepared = prepared._replace(rows=prepared.rows_bwd, FB=None, rows_bwd=None)
     return factors_to_list(prepared)
 
 

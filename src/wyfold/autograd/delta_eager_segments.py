@@ -46,7 +46,7 @@ def forward(
     )
     S0 = None if t.initial_state is None else transpose_if_v_first(t.initial_state, options)
     states, maps = call.summaries(S0)
-    call.fold(states, maps, back=False)
+    call.fold(states, maps, reverse=False)
     entering = call.scatter_states(S0, states, call.leading + 1, call.firsts)
     found, kept = delta_eager.forward(call.packed(entering), call.inside, call.one_buffer(result.o))
     if options.final_state:
@@ -76,7 +76,7 @@ def backward(given: DeltaBackwardInputs) -> list[Tensor]:
     if do is None:
         do = t.v.new_zeros(()).expand(t.v.shape)
     gradients = call.summaries_back(do, dST)
-    call.fold(gradients, maps[: gradients.shape[0]], back=True)
+    call.fold(gradients, maps[: gradients.shape[0]], reverse=True)
     leaving = call.scatter_states(dST, gradients, call.leading, call.lasts)
     inside = DeltaBackwardInputs(call.packed(entering), call.inside, kept, _one_buffer(do), leaving, needs)
     found = delta_eager.backward(inside)
@@ -151,8 +151,8 @@ class SegmentedCall(NamedTuple):
             states[ends] = given.to(states.dtype)
         return states
 
-    def fold(self, states: Tensor, maps: Tensor, *, back: bool) -> None:
-        table.kernel_module("segment_fold", "eager").segment_fold(states, maps, self.segments, back=back)
+    def fold(self, states: Tensor, maps: Tensor, *, reverse: bool) -> None:
+        table.kernel_module("segment_fold", "eager").segment_fold(states, maps, self.segments, reverse=reverse)
 
     def summaries(self, S0: Tensor | None) -> tuple[Tensor, Tensor]:
         """Compute H [borders, HV, K, V] and M [borders, HV, K, K] of the segment before each border."""

@@ -95,10 +95,10 @@ class Trainer:
         self.history: list[dict[str, Any]] = []
         self.stopping = False
         self.explained: set[str] = set()
-        behind = self.world.async_metrics
+        deferred = self.world.async_metrics
         self.batches = (
             BatchPrefetcher(self.objective.at, self.world.replicas, pinned=self.device.type == "cuda")
-            if behind
+            if deferred
             else None
         )
         self.pending: StepMetrics | None = None

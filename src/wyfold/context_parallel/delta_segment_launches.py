@@ -196,7 +196,7 @@ def _maps(*arguments: Any) -> tuple[Any, ...]:
         if counts.incoming:
             identity = torch.eye(K, dtype=H.dtype, device=H.device).expand(counts.incoming, HV, K, K)
             both[:, :, V:].index_copy_(0, places.incoming_border, identity)
-        call.kernel_call.fold(both, M, back=False, divided=places.outgoing_piece)
+        call.kernel_call.fold(both, M, reverse=False, divided=places.outgoing_piece)
         call.stage("rank_carry").rank_send(
             StateRows(both.mT, places.outgoing_border), none_if_empty(tails), send_buffer, dtype=t.k.dtype
         )
@@ -215,8 +215,18 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     final_state = entering.new_empty(entering.shape if options.final_state else 0)
     scan = partial(
         call.stage("scan").scan,
-        *(t.q, t.k, t.v, prepared, entering, kernel_call.scan_grid, options, kernel_call.key, o),
-        *(final_state if options.final_state else None, None, None),
+        t.q,
+        t.k,
+        t.v,
+        prepared,
+        initial_state=entering,
+        grid=kernel_call.scan_grid,
+        options=options,
+        key=kernel_call.key,
+        o=o,
+        final_state=final_state if options.final_state else None,
+        states=None,
+        first_state=None,
         segments=kernel_call.segments,
         borders=states.mT,
     )
@@ -228,15 +238,15 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             if counts.incoming < counts.pieces:
                 # A piece from another rank begins with an empty segment. The state that it reads is not used, so
                 # the side stream may write that state meanwhile.
-                scan(behind=False)
+                scan(from_borders=False)
             with on_side:
                 if counts.incoming:
                     wait_gathered(gathered)
                     call.stage("rank_carry").rank_carry(
-                        gathered, routes, outer, borders, None, back=False, dtype=t.k.dtype
+                        gathered, routes, outer, borders, None, reverse=False, dtype=t.k.dtype
                     )
-                kernel_call.fold(states, M, back=False)
-                scan(behind=True)
+                kernel_call.fold(states, M, reverse=False)
+                scan(from_borders=True)
     return o, final_state, entering, states
 
 
@@ -251,7 +261,7 @@ def _maps_back(*arguments: Any) -> tuple[Any, ...]:
     send_buffer = call.send_buffer(send_rows, counts.incoming)
     if counts.incoming:
         gradients = c.clone()
-        call.kernel_call.fold(gradients, M, back=True, divided=places.incoming_piece)
+        call.kernel_call.fold(gradients, M, reverse=True, divided=places.incoming_piece)
         call.stage("rank_carry").rank_send(
             StateRows(gradients.mT, places.incoming_border), None, send_buffer, dtype=t.k.dtype
         )
@@ -271,8 +281,18 @@ def _scan_back(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     call.clear(*(x for pair in pairs for x in pair.unbind()))
     scan_bwd = partial(
         call.stage("scan_bwd").scan_bwd,
-        *(t.q, t.k, t.v, prepared, initial, do, final, kernel_call.scan_grid, options, kernel_call.key),
-        *(dS0 if need else None, TokenBorders.of(*pairs)),
+        t.q,
+        t.k,
+        t.v,
+        prepared,
+        initial_state=initial,
+        do=do,
+        dST=final,
+        grid=kernel_call.scan_grid,
+        options=options,
+        key=kernel_call.key,
+        dS0=dS0 if need else None,
+        borders=TokenBorders.of(*pairs),
         segments=kernel_call.segments,
         entering=states.mT,
         leaving=gradients.mT,
@@ -287,8 +307,8 @@ def _scan_back(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
                 if counts.outgoing:
                     wait_gathered(gathered)
                     carry = call.stage("rank_carry").rank_carry
-                    carry(gathered, routes, outer, borders, none_if_empty(tails), back=True, dtype=t.k.dtype)
-                kernel_call.fold(gradients, M, back=True)
+                    carry(gathered, routes, outer, borders, none_if_empty(tails), reverse=True, dtype=t.k.dtype)
+                kernel_call.fold(gradients, M, reverse=True)
                 scan_bwd(half="reverse")
     return dS0, *pairs
 

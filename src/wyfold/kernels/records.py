@@ -69,7 +69,7 @@ class Prepared(NamedTuple):
         W: [t, 3, C/2, C/2] (I + J diag(beta))^-1, transposed: e = W R. None in the folded form without a backward.
         FB: [t, 3, C/2, C/2] F diag(beta), transposed, for the unfolded forward. None in the folded form, and where only
             a backward reads the record.
-        back: `rows` for the unfolded backward, where both directions read the record; else None.
+        rows_bwd: `rows` for the unfolded backward, where both directions read the record; else None.
     """
 
     rows: Tensor
@@ -80,7 +80,7 @@ class Prepared(NamedTuple):
     F: Tensor | None
     W: Tensor | None
     FB: Tensor | None = None
-    back: Tensor | None = None
+    rows_bwd: Tensor | None = None
 
 
 class Slots(NamedTuple):

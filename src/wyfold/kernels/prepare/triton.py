@@ -119,7 +119,7 @@ def prepare(
         o,
         o.stride(),
         *written[:4],
-        written.back,
+        written.rows_bwd,
         *written[4:8],
         grid.cu,
         grid.first,
@@ -175,7 +175,7 @@ def empty(
         F=q.new_empty(upper, dtype=stored) if backward or folded else None,
         W=q.new_empty(upper, dtype=stored) if backward or not folded else None,
         FB=q.new_empty(upper, dtype=stored) if forward and not folded else None,
-        back=q.new_empty(tiles, 4, C, dtype=torch.float32) if both else None,
+        rows_bwd=q.new_empty(tiles, 4, C, dtype=torch.float32) if both else None,
     )
 
 

@@ -37,7 +37,7 @@ def route_count(routes: Sequence[int]) -> int:
 
 
 def rank_carry(
-    gathered: Tensor, routes: Tensor, outer: StateRows, borders: StateRows, tails: Tensor | None, *, back: bool
+    gathered: Tensor, routes: Tensor, outer: StateRows, borders: StateRows, tails: Tensor | None, *, reverse: bool
 ) -> None:
     """Write the state at the end of each route to where it enters.
 
@@ -47,13 +47,13 @@ def rank_carry(
         outer: States of the sequences, by route and row of B; written.
         borders: Border states, by route and row of B. Written forward, added to backward.
         tails: Backward, [n, HV, K, V + K] H and M of the tokens after the last full chunk. None if there are none.
-        back: The states are gradients.
+        reverse: The states are gradients.
     """
     S = route_states(gathered, routes.tolist(), gathered.shape[-1] - gathered.shape[-2]).flatten(0, 1)
     outer.states[outer.rows] = S
     if tails is not None:
         S = tails[..., S.shape[-1] :].mT @ S
-    borders.states[borders.rows] = borders.states[borders.rows] + S if back else S
+    borders.states[borders.rows] = borders.states[borders.rows] + S if reverse else S
 
 
 def rank_send(borders: StateRows, tails: Tensor | None, out: Tensor) -> None:

@@ -26,7 +26,7 @@ def rank_carry(
     borders: StateRows,
     tails: Tensor | None,
     *,
-    back: bool,
+    reverse: bool,
     dtype: torch.dtype,
 ) -> None:
     """Write the state at the end of each route to where it enters, as in `rank_carry.eager`.
@@ -55,7 +55,7 @@ def rank_carry(
         BK=tile_width(K),
         BV=config.blocks["BV"],
         BS=min(tile_width(K), config.blocks["BS"]),
-        BACK=back,
+        BACK=reverse,
         EXACT=exact(dtype),
         **config.options(contract=contracts(dtype)),
     )

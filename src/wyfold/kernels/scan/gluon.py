@@ -90,7 +90,7 @@ def scan(
     first_state: Tensor | None,
     segments: Segments | None = None,
     borders: Tensor | None = None,
-    behind: bool | None = None,
+    from_borders: bool | None = None,
     slots: Slots | None = None,
 ) -> None:
     """Run every sequence from its entering state, with the arguments of the Triton launch.
@@ -112,13 +112,13 @@ def scan(
             stores intermediate states.
         segments: Layout of the segments, whose sequences are those of the states; None if no sequence is cut.
         borders: [borders, HV, K, V] view, states entering the segments that do not begin a sequence.
-        behind: Whether to run only those segments, or only the others; None if no sequence is cut.
+        from_borders: Whether to run only those segments, or only the others; None if no sequence is cut.
         slots: Slots of a pool, which then is both `initial_state` and `final_state`; None: states are indexed by
             sequence.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
     concurrent = grid.sequences if segments is None else segments.expected
-    selected, shift, count = sequences_to_run(grid, segments, behind)
+    selected, shift, count = sequences_to_run(grid, segments, from_borders)
     config = tuned("scan.gluon", scan_key(key, concurrent, v, kept=False), q.device)
     BV, parts, out = (config.blocks[name] for name in ("BV", "PARTS", "OUT"))
     if prepared.q is None:

@@ -70,7 +70,7 @@ def scan(
     first_state: Tensor | None,
     segments: Segments | None = None,
     borders: Tensor | None = None,
-    behind: bool | None = None,
+    from_borders: bool | None = None,
     slots: Slots | None = None,
 ) -> None:
     """Run every sequence, or every segment of one, from its entering state.
@@ -89,14 +89,14 @@ def scan(
         first_state: [N] int64 first row in `states` of each sequence.
         segments: Layout of the segments, whose sequences are those of the states; None if no sequence is cut.
         borders: [borders, HV, K, V] view, states entering the segments that do not begin a sequence.
-        behind: Whether to run only those segments, or only the others; None if no sequence is cut.
+        from_borders: Whether to run only those segments, or only the others; None if no sequence is cut.
         slots: Uses `source`, `target`, `given`, `pad`. If given, `initial_state` and `final_state` are views of the
             pool and no sequence is cut. Each sequence writes one slot, which no other reads. o is zero for sequences
             without a live slot. None: states are indexed by sequence.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
     concurrent = grid.sequences if segments is None else segments.expected
-    selected, shift, count = sequences_to_run(grid, segments, behind)
+    selected, shift, count = sequences_to_run(grid, segments, from_borders)
     config = tuned("scan.triton", scan_key(key, concurrent, v, kept=states is not None), q.device)
     BK, BV = tile_width(K), min(config.blocks["BV"], tile_width(V))
     channel = prepared.q is not None
@@ -212,14 +212,16 @@ def slot_arguments(pool: Tensor | None, slots: Slots | None) -> SlotArguments:
     return SlotArguments(source, next(steps), target, next(steps), slots.given, pool.shape[0], slots.pad)
 
 
-def sequences_to_run(grid: ChunkGrid, segments: Segments | None, behind: bool | None) -> tuple[Tensor | None, int, int]:
+def sequences_to_run(
+    grid: ChunkGrid, segments: Segments | None, from_borders: bool | None
+) -> tuple[Tensor | None, int, int]:
     """Which of the grid's sequences a launch runs, as a tensor and an offset for the kernels, and their count.
 
     Unused borders select segments without a token.
     """
     if segments is None:
         return None, 0, grid.sequences
-    return (segments.leading, 1, segments.borders) if behind else (segments.first, 0, segments.sequences)
+    return (segments.leading, 1, segments.borders) if from_borders else (segments.first, 0, segments.sequences)
 
 
 def scan_key(key: str, sequences: int, v: Tensor, *, kept: bool) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 from wyfold.runtime.chunk_layout import Segments
 
 
-def segment_fold(S: Tensor, M: Tensor, segments: Segments, *, back: bool) -> None:
+def segment_fold(S: Tensor, M: Tensor, segments: Segments, *, reverse: bool) -> None:
     """Fold summaries into states, in place.
 
     Args:
@@ -17,12 +17,12 @@ def segment_fold(S: Tensor, M: Tensor, segments: Segments, *, back: bool) -> Non
         M: [borders, HV, K, K] map of the segment that ends at each border; that of a sequence's first segment is not
             read.
         segments: Layout of the segments.
-        back: S holds gradients c.
+        reverse: S holds gradients c.
     """
     borders = [first - n for n, first in enumerate(segments.first.tolist())]
     for start, stop in pairwise(borders):
-        for r in range(stop - 1, start, -1) if back else range(start + 1, stop):
-            if back:
+        for r in range(stop - 1, start, -1) if reverse else range(start + 1, stop):
+            if reverse:
                 S[r - 1] += M[r].mT @ S[r]
             else:
                 S[r] += M[r] @ S[r - 1]

@@ -23,7 +23,7 @@ from wyfold.tile.index.triton import strides
 from wyfold.tile.state.triton import load_state, store_state
 
 
-def segment_fold(S: Tensor, M: Tensor, segments: Segments, *, back: bool, dtype: torch.dtype) -> None:
+def segment_fold(S: Tensor, M: Tensor, segments: Segments, *, reverse: bool, dtype: torch.dtype) -> None:
     """Fold summaries into states, in place.
 
     Args:
@@ -31,7 +31,7 @@ def segment_fold(S: Tensor, M: Tensor, segments: Segments, *, back: bool, dtype:
         M: [borders, HV, K, K] float32 view. Only a row of zeros holds negative zeros: a diagonal of negative zeros
             marks a map of zeros.
         segments: Layout of the segments.
-        back: S holds gradients c.
+        reverse: S holds gradients c.
         dtype: Dtype of the call's tokens, which sets the precision of the products.
     """
     HV, K, V = S.shape[1:]
@@ -43,7 +43,7 @@ def segment_fold(S: Tensor, M: Tensor, segments: Segments, *, back: bool, dtype:
         S,
         strides(S),
         M,
-        strides(M.mT if back else M),
+        strides(M.mT if reverse else M),
         segments.first,
         segments.divided,
         segments.sequences,
@@ -53,7 +53,7 @@ def segment_fold(S: Tensor, M: Tensor, segments: Segments, *, back: bool, dtype:
         BK=BK,
         BV=config.blocks["BV"],
         BS=min(BK, config.blocks["BS"]),
-        BACK=back,
+        BACK=reverse,
         EXACT=exact(dtype),
         STAGES=config.stages,
         **config.options(contract=contracts(dtype)),

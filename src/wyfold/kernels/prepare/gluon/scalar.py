@@ -119,7 +119,7 @@ def prepare(
         o.stride(),
         found.rows,
         found.total,
-        found.back,
+        found.rows_bwd,
         *gluon_descriptors(factors),
         grid.cu,
         grid.first,
