@@ -65,6 +65,7 @@ def test_stop_at_ends_the_run(tmp_path):
         ("--task parity --pairs 3", "--pairs: the definition of parity has no such choice"),
         ("--task s_niah --pairs 3", "--pairs: the definition of s_niah has no such choice"),
         ("--task mqar --pairs 64 --length 100", "mqar: 64 --pairs take rows of at least 256 tokens"),
+        ("--task s_niah --length 8", "s_niah: takes rows of at least 9 tokens (--length)"),
         ("--task mqar --length 3", "mqar: 1 --pairs take rows of at least 4 tokens"),
         ("--task mqar --vocabulary 3", "a --vocabulary of at least 4"),
         ("--task mqar --pairs 64 --vocabulary 129", "a --vocabulary of at least 130"),
@@ -88,6 +89,7 @@ def test_stop_at_ends_the_run(tmp_path):
 def test_meaningless_options_are_refused(tmp_path, capsys, words, complaint):
     assert main(["train", "--out", str(tmp_path / "run"), *words.split()]) == 2
     assert complaint in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -27,3 +27,12 @@ def test_sums_over_rows_do_not_depend_on_layout():
         assert not strided.is_contiguous()
         assert torch.equal(contiguous_rows(strided, torch.float32).square().sum(-1), x.square().sum(-1))
     assert contiguous_rows(x, torch.float32) is x
+
+
+def test_a_row_stride_in_units():
+    triton = pytest.importorskip("wyfold.tile.rows.triton", reason="Triton is not installed", exc_type=ImportError)
+    known, other = torch.empty(4, 24), torch.empty(4, 20)
+    unit = triton.row_unit(known, None)
+    assert unit == 8 and triton.row_stride(known, unit) == 3
+    with pytest.raises(ValueError, match=r"^row_stride: x must have a row stride that is a multiple of 8, got 20$"):
+        triton.row_stride(other, unit)

@@ -444,6 +444,8 @@ def require_possible(args: argparse.Namespace) -> None:
     for option in CHOICES if args.task is not None else ():
         if getattr(args, option) and args.task not in CHOICES[option]:
             raise UsageError(f"--{option}: the definition of {args.task} has no such choice")
+    if args.curriculum and args.task != "mqar":
+        raise UsageError(f"--curriculum: is for --task mqar, got {args.task}")
     if args.batch * args.length > MOST_TOKENS:
         raise UsageError(
             f"--batch {args.batch} x --length {args.length}: must be at most {MOST_TOKENS} together; "

@@ -19,7 +19,7 @@ from wyfold.runtime.kernel_configs import tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.activation.triton import exp, sigmoid, sigmoid_bwd, softplus
 from wyfold.tile.norm.triton import column_sum
-from wyfold.tile.rows.triton import load_columns, load_rows, row_offsets, row_unit, store_rows
+from wyfold.tile.rows.triton import load_columns, load_rows, row_offsets, row_stride, row_unit, store_rows
 
 
 def gate(
@@ -123,11 +123,15 @@ class _GateTiles(NamedTuple):
     options: dict[str, Any]
 
     def strides(self, x: Tensor | None) -> tuple[int, int, int]:
-        """Token stride in units, head stride, and column stride."""
+        """Token stride in units, head stride, and column stride.
+
+        Raises:
+            ValueError: the token stride is no multiple of the unit, which was computed without this tensor.
+        """
         if x is None:
             return 0, 0, 0
-        token, head, channel = x.stride()
-        return token // self.unit, head, head if self.C == 1 else channel
+        _, head, channel = x.stride()
+        return row_stride(x, self.unit), head, head if self.C == 1 else channel
 
     def launch(self) -> dict[str, Any]:
         names = {"W": self.W, "C": self.C, "BR": self.BR, "BW": self.BW, "UNIT": self.unit, "EVENLY": self.evenly}

@@ -22,7 +22,7 @@ from wyfold.runtime.kernel_configs import tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.activation.triton import sigmoid, sigmoid_bwd, silu, silu_bwd
 from wyfold.tile.norm.triton import column_sum, row_norm, row_norm_bwd
-from wyfold.tile.rows.triton import load_columns, load_rows, row_offsets, row_unit, store_rows
+from wyfold.tile.rows.triton import load_columns, load_rows, row_offsets, row_stride, row_unit, store_rows
 
 WIDEST = 65_536  # columns: 64 numbers of each tensor in a thread's registers
 
@@ -131,8 +131,12 @@ class _NormTiles(NamedTuple):
     options: dict[str, Any]
 
     def strides(self, x: Tensor | None) -> tuple[int, int]:
-        """Row stride in units, and column stride."""
-        return (0, 0) if x is None else (x.stride(0) // self.unit, x.stride(1))
+        """Row stride in units, and column stride.
+
+        Raises:
+            ValueError: the row stride is no multiple of the unit, which was computed without this tensor.
+        """
+        return (0, 0) if x is None else (row_stride(x, self.unit), x.stride(1))
 
     def launch(self) -> dict[str, Any]:
         return {"W": self.W, "BR": self.BR, "BW": self.BW, "UNIT": self.unit, **self.options}

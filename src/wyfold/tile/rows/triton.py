@@ -18,6 +18,18 @@ def row_unit(*tensors: Tensor | None) -> int:
     return math.gcd(16, *(x.stride(0) for x in tensors if x is not None))
 
 
+def row_stride(x: Tensor, unit: int) -> int:
+    """Row stride of x in multiples of a `row_unit`.
+
+    Raises:
+        ValueError: it is no multiple.
+    """
+    stride, rest = divmod(x.stride(0), unit)
+    if rest:
+        raise ValueError(f"row_stride: x must have a row stride that is a multiple of {unit}, got {x.stride(0)}")
+    return stride
+
+
 @triton.jit
 def row_offsets(i_tile, BR: tl.constexpr):
     """Row indices of a tile, [BR, 1] int64."""
