@@ -23,7 +23,7 @@ from tests.integrations.engines import (
 from torch import Tensor, nn
 
 from wyfold.integrations import vllm
-from wyfold.integrations.vllm import gdn, kda
+from wyfold.integrations.vllm import gdn, glm, kda
 
 H, HV, K, V = 2, 4, 16, 24
 SLOTS = 12
@@ -38,6 +38,8 @@ ADAPTERS = {
     (kda.MODULE, "chunk_kda_with_fused_gate"): kda.prefill,
     (kda.MODULE, "fused_recurrent_kda_packed_decode"): kda.decode,
     (kda.MODULE, "fused_recurrent_kda"): kda.verify,
+    (glm.MODULE, "chunk_kda_with_fused_gate"): glm.prefill,
+    (glm.MODULE, "fused_recurrent_kda"): glm.verify,
 }
 
 
@@ -77,7 +79,7 @@ def expected(x: Tokens, first: int, last: int, gate: Gates, state: Tensor) -> tu
     return token_loop(q, k, v, gate.decay(a), torch.sigmoid(b.double()), state)
 
 
-@pytest.mark.parametrize("key", ADAPTERS, ids=lambda key: key[1])
+@pytest.mark.parametrize("key", ADAPTERS, ids=lambda key: f"{key[0].split('.')[2]}-{key[1]}")
 def test_adapters_take_the_recorded_parameters(key: tuple[str, str]):
     module, name = key
     recorded = vllm.SIGNATURES.modules[module][name]
@@ -229,6 +231,36 @@ def forward_native(self, *args, **kwargs): return "vLLM's own"
 """
 
 
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+def test_glms_kda_serves_a_prompt_then_drafted_tokens(dtypes: tuple[torch.dtype, torch.dtype]):
+    dtype, stored = dtypes
+    gate, pool = gates(channels=True, lower_bound=-5.0), paged_pool(SLOTS, HV, V, K, stored)
+    x, fresh = tokens(40, dtype, heads=HV, channels=True), torch.randn(2, HV, V, K).mul(0.3).to(stored)
+    A_log, before = gate.A_log.view(1, 1, HV, 1), fresh.clone()
+    o, states = glm.prefill(
+        x.q, x.k, x.v, x.a[None], torch.sigmoid(x.b.float())[None], A_log, gate.dt_bias, initial_state=fresh,
+        output_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=torch.tensor([0, 33, 40]), safe_gate=True,
+    )  # fmt: skip
+    assert states is not None and torch.equal(fresh, before)
+    for n, (first, last) in enumerate(((0, 33), (33, 40))):
+        outputs, after = expected(x, first, last, gate, before[n])
+        assert_near(o[0, first:last], outputs, dtype)
+        assert_near(states[n], after[-1], dtype)
+
+    x, before = tokens(5, dtype, heads=HV, channels=True), pool.clone()
+    slots, out = torch.tensor([[4, 5, 6], [8, 9, 10], [0, 0, 0]]), torch.zeros(1, 5, HV, V, dtype=dtype)
+    o, _ = glm.verify(
+        x.q, x.k, x.v, x.a[None], x.b[None], initial_state=pool, cu_seqlens=torch.tensor([0, 3, 5]),
+        ssm_state_indices=slots, num_accepted_tokens=torch.tensor([2, 1]), out=out, sigmoid_beta=True, a_log=A_log,
+        g_bias=gate.dt_bias, compute_gate=True,
+    )  # fmt: skip
+    assert o is out
+    for n, (first, last, start) in enumerate(((0, 3, 5), (3, 5, 8))):
+        outputs, after = expected(x, first, last, gate, before[start])
+        assert_near(o[0, first:last], outputs, *dtypes)
+        assert_near(pool[slots[n, : last - first]], after, stored)
+
+
 @pytest.fixture
 def gdn_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
     """Importer of a stub of vLLM's GDN module, with automatic choices, on a card that FlashInfer serves."""
@@ -328,6 +360,27 @@ def test_a_failing_replacement_is_logged_and_does_not_reach_vllm(gdn_stub: Calla
         vllm.register()
         assert gdn_stub().calls == []
     assert [level for level, _ in lines] == ["ERROR"] and gdn.MODULE in lines[0][1]
+
+
+@pytest.mark.parametrize("options", [{"compute_gate": False}, {"scale": 1.0}, {"beta": None}], ids=str)
+def test_glms_other_options_run_vllms_own_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+):
+    monkeypatch.delenv(vllm.VARIABLE, raising=False)
+    x, gate = tokens(4, torch.float32, heads=HV, channels=True), gates(channels=True)
+    arguments = {
+        "q": x.q, "k": x.k, "v": x.v, "g": x.a[None], "beta": x.b[None], "initial_state": torch.zeros(SLOTS, HV, V, K),
+        "cu_seqlens": torch.tensor([0, 4]), "ssm_state_indices": torch.tensor([[1, 2, 3, 4]]), "sigmoid_beta": True,
+        "compute_gate": True, "a_log": gate.A_log, "g_bias": gate.dt_bias, "lower_bound": -5.0,
+        "use_qk_l2norm_in_kernel": True, "inplace_final_state": True,
+    }  # fmt: skip
+    with stub_module(tmp_path, {glm.MODULE: stub_source(vllm.SIGNATURES, glm.MODULE)}) as load:
+        with logged("vllm.wyfold") as lines:
+            vllm.register()
+            module: Any = load(glm.MODULE)
+            assert module.fused_recurrent_kda(**arguments)[0].shape == x.v.shape and not module.calls
+            assert module.fused_recurrent_kda(**{**arguments, **options}) == "fused_recurrent_kda"
+    assert [level for level, _ in lines] == ["INFO", "ERROR"] and "GLM" in lines[0][1]
 
 
 def test_kdas_three_functions_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,10 +1,12 @@
 """Script: vLLM's own GDN and KDA layers, on the CPU, call the plug-in; results against a float64 token loop.
 
-The layers' core methods, their metadata, operator classes and registry are those of the installed vLLM. Stubs replace
-what needs a GPU: the short convolution (here the identity), the launch that prepares prompts, and the forward context.
+The loader of plug-ins, the layers' core methods, their metadata, operator classes and registry are those of the
+installed vLLM. Stubs replace what needs a GPU: the short convolution (here the identity), the launch that prepares
+prompts, and the forward context.
 Exits with 77 and a reason where vLLM cannot be imported.
 """
 
+import importlib.metadata
 import sys
 import types
 from typing import Any
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 try:
     import vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn as kimi
     import vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn as qwen
+    from vllm import plugins
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 except ImportError as missing:
@@ -26,6 +29,13 @@ from wyfold.integrations import vllm as plugin
 
 H, HV, K, V, SLOTS = 2, 4, 16, 16, 14
 metadata: Any = None
+
+
+class StubEntryPoint:
+    name, value = "wyfold", "wyfold.integrations.vllm:register"
+
+    def load(self) -> Any:
+        return plugin.register
 
 
 def stub_context() -> Any:
@@ -181,7 +191,8 @@ def main() -> None:
         is_cuda=lambda: True, is_cpu=lambda: False, is_xpu=lambda: False, is_rocm=lambda: False,
         is_device_capability=lambda version: version == 90, is_device_capability_family=lambda version: False,
     )  # fmt: skip
-    plugin.register()
+    importlib.metadata.entry_points = lambda group: [StubEntryPoint()] if group == "vllm.general_plugins" else []
+    plugins.load_general_plugins()
     gate = Gates(torch.rand(HV).log(), torch.randn(HV))
     pools = torch.zeros(SLOTS, 3, 2 * H * K + HV * V), torch.randn(SLOTS, HV, V, K)
     model = types.SimpleNamespace(hf_text_config=types.SimpleNamespace(linear_key_head_dim=K, linear_value_head_dim=V))
