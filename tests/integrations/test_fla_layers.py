@@ -111,6 +111,8 @@ def test_wrong_layers_are_refused():
         layer(torch.zeros(1, 3, 32), past_key_values=ListCache())
     with pytest.raises(ValueError, match=r"attention_mask must be \[B, S\]"):
         layer(torch.zeros(1, 3, 32), attention_mask=torch.ones(1, 3, 3))
+    with pytest.raises(TypeError, match="must be given as past_key_values"):
+        layer(torch.zeros(1, 3, 32), cache=ListCache())
     with pytest.raises(TypeError, match="head_count"):
         layers.DeltaNet(head_count=2)  # type: ignore[call-arg]
 
@@ -198,6 +200,17 @@ def test_checkpoints_load_by_the_auto_classes(models: Any, family: str, tmp_path
     assert type(AutoModel.from_config(model.config)).__name__ == f"{family}Model"
 
 
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_the_cache_has_two_names(models: Any, name: str):
+    """transformers renamed it in 5.24; a cache that is not read would be wrong without an error."""
+    model = causal(models, "KDA").eval()
+    ids = torch.arange(9)[None] % cases.VOCAB
+    cache = model(ids[:, :6], use_cache=True).past_key_values
+    continued = model(ids[:, 6:], use_cache=True, **{name: cache}).logits
+    expected = model(ids).logits[:, 6:]
+    assert float((continued - expected).detach().abs().max()) < 1e-5 * float(expected.detach().abs().max())
+
+
 def test_models_train(models: Any):
     model = causal(models, "KDA").train()
     ids = torch.arange(24).reshape(2, 12) % cases.VOCAB
@@ -215,6 +228,8 @@ def test_models_train(models: Any):
     again = model(ids, labels=ids)
     again.loss.backward()
     assert all(p.grad is not None for p in model.parameters())
+    with pytest.raises(ValueError, match="use_cache must be False with gradient checkpointing"):
+        model(ids, use_cache=True)
     model.eval()
     half = model(ids, labels=ids, num_items_in_batch=11).loss
     assert abs(half.item() / model(ids, labels=ids).loss.item() - 2) < 1e-5
@@ -229,6 +244,9 @@ def test_what_models_do_not_have_is_refused(models: Any):
     model = causal(models, "DeltaNet")
     with pytest.raises(ValueError, match="one of input_ids and inputs_embeds"):
         model()
+    cache = model(torch.tensor([[1, 2]]), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="must come without its new name cache"):
+        model(torch.tensor([[3]]), past_key_values=cache, cache=cache)
 
 
 def test_the_cache_keeps_states(models: Any):

@@ -84,9 +84,12 @@ class Mixer(nn.Module):
             past_key_values, as given.
 
         Raises:
+            TypeError: A cache is given by transformers' new name, cache.
             ValueError: A shape, dtype or device is wrong, or the mode has no training.
         """
         name = type(self).__name__
+        if ignored.get("cache") is not None:
+            raise TypeError(f"{name}: the cache must be given as past_key_values, got cache")
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(f"{name}: attention_mask must be [B, S], got {list(attention_mask.shape)}")
         check.shapes(name, known={"D": self.hidden_size}, hidden_states=(hidden_states, "B T D"))

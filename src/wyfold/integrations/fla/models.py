@@ -11,6 +11,7 @@ A model is an embedding, blocks, a norm and a head without bias. A block is
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
@@ -149,6 +150,9 @@ def _mixer(config: Any, layer_idx: int) -> nn.Module:
     return KimiDeltaAttention(**shared, **fields("head_dim", "num_v_heads", "safe_gate", "lower_bound"))
 
 
+_CACHE = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
+"""Name of the cache in outputs of this version of transformers."""
+
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
@@ -215,12 +219,18 @@ class _Model(_PreTrained):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        cache: Any = None,
         **options: Any,
     ) -> Any:
-        """Hidden states [B, T, D] of tokens [B, T] or of embeddings [B, T, D]; `options` go to every mixer.
+        """Hidden states [B, T, D] of tokens [B, T] or of embeddings [B, T, D].
+
+        Args:
+            cache: The name of past_key_values since transformers 5.24.
+            options: Keywords of the mixers, as `cu_seqlens`.
 
         Raises:
-            ValueError: Both or neither of input_ids and inputs_embeds are given.
+            ValueError: Both or neither of input_ids and inputs_embeds are given, or two caches; or a cache is to be
+                filled while activations are recomputed in training.
         """
         if (input_ids is None) is (inputs_embeds is None):
             raise ValueError(f"{type(self).__name__}: one of input_ids and inputs_embeds must be given")
@@ -228,6 +238,9 @@ class _Model(_PreTrained):
             use_cache = self.config.use_cache and not self.training
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
+        if use_cache and self.training and self.gradient_checkpointing:
+            raise ValueError(f"{type(self).__name__}: use_cache must be False with gradient checkpointing, got True")
+        past_key_values = _one_of(type(self).__name__, past_key_values, cache)
         hidden = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and not isinstance(past_key_values, Cache):
             past_key_values = Cache.from_legacy_cache(past_key_values)
@@ -245,8 +258,8 @@ class _Model(_PreTrained):
         every += (hidden,)
         output = BaseModelOutputWithPast(
             last_hidden_state=hidden,
-            past_key_values=past_key_values,
             hidden_states=every if output_hidden_states else None,
+            **{_CACHE: past_key_values},
         )
         return output if _named(self.config, return_dict) else output.to_tuple()
 
@@ -291,6 +304,7 @@ class _ForCausalLM(_PreTrained, GenerationMixin):
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor | None = 0,
         num_items_in_batch: int | Tensor | None = None,
+        cache: Any = None,
         **options: Any,
     ) -> Any:
         """Logits [B, T, vocab], and the loss if there are labels.
@@ -299,13 +313,14 @@ class _ForCausalLM(_PreTrained, GenerationMixin):
             labels: [B, T]. The token after each position is predicted; -100 is not.
             logits_to_keep: How many last positions get logits, or which; 0, None, and any with labels: all.
             num_items_in_batch: Divide the summed loss by it. None: the mean.
+            cache: The name of past_key_values since transformers 5.24.
             options: Keywords of the mixers, as `cu_seqlens`.
         """
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
-            past_key_values=past_key_values,
+            past_key_values=_one_of(type(self).__name__, past_key_values, cache),
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             return_dict=True,
@@ -318,8 +333,8 @@ class _ForCausalLM(_PreTrained, GenerationMixin):
         output = CausalLMOutputWithPast(
             loss=None if labels is None else self._loss(logits, labels, num_items_in_batch),
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
+            **{_CACHE: getattr(outputs, _CACHE)},
         )
         return output if _named(self.config, return_dict) else output.to_tuple()
 
@@ -338,6 +353,13 @@ class _ForCausalLM(_PreTrained, GenerationMixin):
         if num_items_in_batch is None:
             return F.cross_entropy(rows, targets)
         return F.cross_entropy(rows, targets, reduction="sum") / num_items_in_batch
+
+
+def _one_of(model: str, past_key_values: Any, cache: Any) -> Any:
+    """The cache, given under either name."""
+    if past_key_values is not None and cache is not None:
+        raise ValueError(f"{model}: past_key_values must come without its new name cache, got both")
+    return cache if past_key_values is None else past_key_values
 
 
 def _named(config: Any, return_dict: bool | None) -> bool:
