@@ -105,6 +105,15 @@ def atomics_and_tuning(file: File) -> Iterator[ast.AST]:
             yield node
 
 
+def contraction_left_to_triton(file: File) -> Iterator[ast.AST]:
+    """A launch states whether products and sums are contracted: the default changes from Triton 3.9 to 3.10."""
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Call) and dotted(node.func) == "launch_kernel":
+            unpacked = any(keyword.arg is None for keyword in node.keywords)  # such as `Config.options`, which has it
+            if not unpacked and not any(keyword.arg == "enable_fp_fusion" for keyword in node.keywords):
+                yield node
+
+
 def pickle_shell_network(file: File) -> Iterator[ast.AST]:
     """No unpickling, evaluation of code, shell or network; only `cli` starts processes."""
     unpickles = {"cloudpickle", "dill", "marshal", "multiprocessing", "pickle", "shelve"}
@@ -305,6 +314,7 @@ def unlinked_todos(file: File) -> Iterator[ast.AST]:
 PACKAGE_RULES = (
     environment_reads,
     atomics_and_tuning,
+    contraction_left_to_triton,
     pickle_shell_network,
     libraries_that_unpickle,
     import_forms,
@@ -357,6 +367,7 @@ TEST_RULES = (environment_switches, typed_in_tolerances, unlinked_todos)
 VIOLATIONS = {
     environment_reads: ("runtime/plan.py", "import os\nflag = os.environ.get('X')"),
     atomics_and_tuning: ("kernels/scan/triton.py", "tl.atomic_add(p, x)"),
+    contraction_left_to_triton: ("kernels/scan/triton.py", "launch_kernel(wyfold_scan_triton, 4, q, num_warps=4)"),
     pickle_shell_network: ("layers/cache.py", "state = torch.load(path)"),
     libraries_that_unpickle: ("cli/sharded_checkpoint.py", "checkpoint.load(tensors, checkpoint_id=folder)"),
     import_forms: ("ops/kda.py", "from wyfold.runtime.check import *"),

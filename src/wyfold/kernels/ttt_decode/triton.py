@@ -92,6 +92,7 @@ def ttt_decode(x: TTTInputs, pools: Pools, slots: Slots, chunk_size: int, scale:
         C=chunk_size,
         BN=ROWS_PER_PROGRAM,
         num_warps=4,
+        enable_fp_fusion=True,
     )
 
 

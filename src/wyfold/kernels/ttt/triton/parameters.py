@@ -32,6 +32,7 @@ def parameter_gradients(scratch: BackwardWorkspace, dw: Tensor, du: Tensor) -> N
         BC=COLUMNS,
         BR=ROWS,
         num_warps=WARPS,
+        enable_fp_fusion=True,
     )
 
 
