@@ -256,11 +256,11 @@ def test_inseparable_documents_are_refused(qwen: Any, ids: Tensor):
 
 
 def test_positions_that_do_not_restart_are_unchanged(qwen: Any, ids: Tensor):
-    """Padding is not a document, image positions are ignored, and the cache is kept."""
+    """Neither padding nor image positions that go on are documents, and the cache is kept."""
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
     counted = (mask.cumsum(1) - 1).clamp(min=0)
-    pictures = torch.zeros(3, 2, T, dtype=torch.int64)
+    pictures = torch.arange(T).expand(3, 2, T)
     with torch.no_grad(), patch(qwen) as patched:
         for inputs in (
             {"attention_mask": mask, "position_ids": counted},

@@ -41,6 +41,26 @@ def test_generation_of_left_padded_prompts_gives_the_stock_tokens(name: str):
     assert patched.report.served and not patched.report.stock
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["lara_mini", "kimi_linear"])
+def test_compiled_decoding_with_a_static_cache_gives_the_stock_tokens(name: str):
+    """As `generate` does it on a GPU: the model is compiled as one graph."""
+    from transformers import CompileConfig
+
+    config = CompileConfig(backend="eager", fullgraph=True, mode=None)
+    config._compile_all_devices = True
+    options = {"cache_implementation": "static", "max_new_tokens": 5, "do_sample": False}
+    tokens = []
+    for around in (lambda _: contextlib.nullcontext(), patch):
+        torch.compiler.reset()
+        model = hybrid(name)
+        with around(model):
+            tokens.append(model.generate(IDS, attention_mask=PADDED, compile_config=config, **options))
+        assert model._compiled_call is not None
+    torch.compiler.reset()
+    assert torch.equal(*tokens)
+
+
 # Of 5.15, which takes the weights' place for the model's device.
 @pytest.mark.filterwarnings("ignore:You are calling .generate.. with the `input_ids` being on a device:UserWarning")
 @pytest.mark.parametrize("patched_first", [False, True])

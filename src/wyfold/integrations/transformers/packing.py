@@ -52,9 +52,8 @@ def settled(op: str, call: Call) -> Call:
     if whole is not None and (cached or call.get("use_cache")):
         _refuse_right_padding(op, whole, T)
     mask = None if whole is None else whole[:, -T:].to(tokens.device)
-    positions = _text_positions(call.get("position_ids"), B, T)
-    starts = None if positions is None else _starts(positions.to(tokens.device), mask)
     named, given = _given(op, call, tokens)
+    starts = _position_starts(call.get("position_ids"), tokens, mask, bounded=given is not None)
     if given is None:
         if starts is None:
             return call
@@ -72,8 +71,9 @@ def settled(op: str, call: Call) -> Call:
     boundaries = call.get("cu_seq_lens_q")
     boundaries = _boundaries(given) if boundaries is None else boundaries.to(tokens.device)
     whole_mask = packed_mask(op, call.get("attention_mask"), given)
-    restarted = {} if positions is not None else {"position_ids": _positions(given)}
-    return {**call, **restarted, "attention_mask": whole_mask, "cu_seq_lens_q": boundaries, "use_cache": False}
+    positions = _restarted(call.get("position_ids"), given)
+    kept = {"position_ids": positions, "attention_mask": whole_mask, "cu_seq_lens_q": boundaries}
+    return {**call, **kept, "use_cache": False}
 
 
 def _refuse_other_names(op: str, call: Call) -> None:
@@ -104,32 +104,48 @@ def _given(op: str, call: Call, tokens: Tensor) -> tuple[str, Tensor | None]:
     return "cu_seq_lens_q", starts
 
 
-def _text_positions(position_ids: Tensor | None, B: int, T: int) -> Tensor | None:
-    """[B, T] text positions, or None.
+def _position_starts(
+    position_ids: Tensor | None, tokens: Tensor, mask: Tensor | None, *, bounded: bool
+) -> Tensor | None:
+    """[B, T] bool, True at a row's first token and where positions begin again; None if they do not tell.
 
-    Multimodal models stack four kinds: text, time, height, width. Without the text positions, positions repeat within
-    an image and do not identify documents.
+    Multimodal models take [4, B, T]: text, time, height, width. The first are read. Without them, [3, B, T], a position
+    repeats within an image, and only the first token of a document has three zeros. If boundaries are given, these are
+    not compared: as rotations are relative, a document may begin at any position. Positions of padding are arbitrary
+    and ignored.
     """
-    if position_ids is None:
+    if position_ids is None or (_is_pictorial(position_ids) and bounded):
         return None
-    if position_ids.ndim == 3:
-        if position_ids.shape[0] != 4:
-            return None
-        position_ids = position_ids[0]
-    return position_ids.expand(B, T)
-
-
-def _starts(positions: Tensor, mask: Tensor | None) -> Tensor:
-    """[B, T] bool, True at a row's first token and where a position does not follow the previous token's.
-
-    Positions of padding are arbitrary and ignored.
-    """
-    starts = torch.ones_like(positions, dtype=torch.bool)
-    starts[:, 1:] = positions.diff() != 1
+    B, T = tokens.shape[:2]
+    position_ids = position_ids.to(tokens.device)
+    if _is_pictorial(position_ids):
+        starts = (position_ids == 0).all(0).expand(B, T).clone()
+    elif position_ids.ndim == 3 and position_ids.shape[0] != 4:
+        return None
+    else:
+        positions = (position_ids[0] if position_ids.ndim == 3 else position_ids).expand(B, T)
+        starts = torch.ones_like(positions, dtype=torch.bool)
+        starts[:, 1:] = positions.diff() != 1
+    starts[:, 0] = True
     if mask is not None:
         real = mask != 0
         starts[:, 1:] &= real[:, 1:] & real[:, :-1]
     return starts
+
+
+def _is_pictorial(position_ids: Tensor) -> bool:
+    """Whether positions are those of time, height and width alone."""
+    return position_ids.ndim == 3 and position_ids.shape[0] == 3
+
+
+def _restarted(position_ids: Tensor | None, starts: Tensor) -> Tensor:
+    """Positions by which attention separates documents: the given ones, completed where they lack text positions."""
+    if position_ids is None:
+        return _positions(starts)
+    if not _is_pictorial(position_ids):
+        return position_ids
+    given = position_ids.to(starts.device)
+    return torch.cat([_positions(starts)[None], given.expand(3, *starts.shape)])
 
 
 def _changes(op: str, seq_idx: Tensor, B: int, T: int) -> Tensor:
