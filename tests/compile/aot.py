@@ -22,6 +22,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -765,10 +766,25 @@ def calls(architecture: str) -> tuple[Call | ServingCall | RankCall, ...]:
     return *CALLS, *SERVING_CALLS, *RANK_CALLS, *PER_ARCHITECTURE.get(architecture, ())
 
 
-def compile_calls(architecture: str, word: str, wide: bool) -> list[tuple[Call | ServingCall | RankCall, list[Usage]]]:
-    """Compile every call whose name contains the word, for one architecture."""
-    found = [call for call in (*calls(architecture), *(EXTENDED if wide else ())) if word in str(call)]
-    return [(call, compiled(call, architecture, whole=wide)) for call in found]
+def compile_calls(
+    architecture: str, word: str, wide: bool
+) -> list[tuple[Call | ServingCall | RankCall, list[Usage], str]]:
+    """Compile every call whose name contains the word, for one architecture.
+
+    Returns:
+        Each call with the resources of its kernels, and the error if one of them does not compile. Other calls are
+        compiled then too.
+    """
+    found = []
+    for call in (*calls(architecture), *(EXTENDED if wide else ())):
+        if word not in str(call):
+            continue
+        try:
+            found.append((call, compiled(call, architecture, whole=wide), ""))
+        except Exception as error:  # the compiler's passes, its front end and the assembler each raise their own
+            traceback.print_exc()
+            found.append((call, [], f"does not compile: {type(error).__name__}: {error}"))
+    return found
 
 
 def main() -> int:
@@ -784,16 +800,17 @@ def main() -> int:
         for architecture, found in zip(
             architectures, workers.map(partial(compile_calls, word=args.call, wide=not args.narrow), architectures)
         ):
-            for call, kernels in found:
+            for call, kernels, failure in found:
                 for u in kernels:
                     marks = f"{u.registers:4d} registers {u.shared:7d} shared {u.spilled:6d} spilled"
                     print(f"{architecture:7} {call!s:60} {u.kernel:32} {marks}{'  serialized' * u.serialized}")
-                if args.allow:
+                if args.allow and not failure:
                     record(allowed.setdefault(minor, {}).setdefault(architecture, {}), call, kernels)
-                wrong += [f"{architecture} {call}: {text}" for text in violations(call, architecture, kernels)]
+                texts = [failure] if failure else violations(call, architecture, kernels)
+                wrong += [f"{architecture} {call}: {text}" for text in texts]
     if args.allow:
         ALLOWANCES.write_text(json.dumps(allowed, indent=1, sort_keys=True) + "\n")
-    print(*wrong, f"{len(wrong)} over what is allowed", sep="\n")
+    print(*wrong, f"{len(wrong)} failed or over what is allowed", sep="\n")
     return 1 if wrong else 0
 
 

@@ -1,7 +1,9 @@
 """Every shipped launch configuration compiles for its architecture, fits, and spills no more than is recorded."""
 
 import importlib.util
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.compile import aot
@@ -145,3 +147,20 @@ def test_violations_are_listed(monkeypatch):
     minor = ".".join(triton_support.triton_version().split(".")[:2])
     monkeypatch.setattr(aot, "allowances", lambda: {minor: {"sm_90": {f"{call}: wyfold_scan_triton": 8}}})
     assert len(aot.violations(call, "sm_90", [usage])) == 3
+
+
+def test_a_call_that_does_not_compile_fails_the_run_and_not_the_other_calls(monkeypatch, capsys):
+    def compiled(call, architecture, *, whole):
+        if call.gate == "scalar":
+            raise RuntimeError("source and result must have the same logical storage size")
+        return [aot.Usage("wyfold_recurrent_triton", 0, 32, 0, 0, False, [])]
+
+    monkeypatch.setattr(aot, "compiled", compiled)
+    monkeypatch.setattr(aot, "ProcessPoolExecutor", lambda *_, **__: nullcontext(SimpleNamespace(map=map)))
+    monkeypatch.setattr("sys.argv", ["aot", "-a", "sm_90", "-c", "serving.decode bfloat16"])
+    assert aot.main() == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("wyfold_recurrent_triton" in line for line in lines) == 3
+    failed = [line for line in lines if "does not compile: RuntimeError: source and result" in line]
+    assert len(failed) == 2 and all("scalar gate" in line for line in failed)
+    assert lines[-1].startswith("2 failed")
