@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from wyfold import UnsupportedError
 from wyfold.integrations.fla import FlaCheckpoint, accelerate, from_fla, layers, to_fla
 from wyfold.integrations.fla.calls import OPERATORS
-from wyfold.integrations.fla.checkpoints import DEFAULTS, INDEX_FILE, WITHOUT_EFFECT
+from wyfold.integrations.fla.checkpoint_files import INDEX_FILE
+from wyfold.integrations.fla.checkpoints import DEFAULTS, WITHOUT_EFFECT
 from wyfold.layers import DeltaNet, GatedDeltaNet, SoftmaxAttention
 from wyfold.models import Decoder, DecoderConfig
 from wyfold.reference import error

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from wyfold.integrations.fla.checkpoint_files import read_config, read_weights
 from wyfold.integrations.fla.mixer_weights import (
     KINDS,
     our_arguments,
@@ -30,10 +31,6 @@ from wyfold.models.config import DecoderConfig
 from wyfold.models.decoder import Decoder
 from wyfold.runtime import files
 from wyfold.runtime.check import UnsupportedError
-
-INDEX_FILE = "model.safetensors.index.json"
-LARGEST_INDEX = 2**26
-"""Most bytes of an index, which names every tensor."""
 
 _DEFAULTS: dict[str, Any] = {
     "hidden_size": 2048,
@@ -137,7 +134,7 @@ def from_fla(source: nn.Module | str | os.PathLike[str], *, backend: str | None 
         >>> torch.testing.assert_close(ours(x), theirs(x)[0])
     """
     if isinstance(source, str | os.PathLike):
-        return _decoder(_read_config(Path(source)), _read_weights(Path(source)), backend).eval()
+        return _decoder(read_config(Path(source)), read_weights(Path(source)), backend).eval()
     if not isinstance(source, nn.Module):
         raise TypeError(f"from_fla: source must be a module of fla or a folder, got {type(source).__name__}")
     weights = _copies(source.state_dict())
@@ -339,65 +336,3 @@ def _take(weights: dict[str, Tensor], name: str, prefix: str = "") -> Tensor:
     if name not in weights:
         raise ValueError(f"from_fla: the checkpoint must have the tensor {prefix}{name}, got none of this name")
     return weights.pop(name)
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    file = folder / files.CONFIG_FILE
-    if not file.is_file():
-        raise FileNotFoundError(f"from_fla: {file} is missing; give a folder that fla's save_pretrained wrote")
-    return _json(file)
-
-
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """Tensors of a checkpoint in one file or several.
-
-    Raises:
-        FileNotFoundError: There is no safetensors file.
-        ValueError: A file is damaged.
-    """
-    names = [files.WEIGHTS_FILE]
-    if not (folder / files.WEIGHTS_FILE).is_file():
-        index = folder / INDEX_FILE
-        if not index.is_file():
-            raise FileNotFoundError(
-                f"from_fla: {folder} must hold {files.WEIGHTS_FILE} or {INDEX_FILE}, got neither; pickled weights are "
-                "not read: load them with fla and save_pretrained(safe_serialization=True)"
-            )
-        held = _json(index, LARGEST_INDEX).get("weight_map")
-        if not isinstance(held, dict) or not all(isinstance(name, str) for name in held.values()):
-            raise ValueError(f"from_fla: {index} must map tensors to files in weight_map, got {type(held).__name__}")
-        names = sorted(set(held.values()))
-    weights: dict[str, Tensor] = {}
-    for name in names:
-        if Path(name).name != name:
-            raise ValueError(f"from_fla: {INDEX_FILE} must name files beside it, got {name!r}")
-        weights |= _read_file(folder / name)
-    return weights
-
-
-def _read_file(file: Path) -> dict[str, Tensor]:
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-    except ImportError as error:
-        raise ImportError("from_fla: folders need safetensors: pip install safetensors", name=error.name) from error
-    if not file.is_file():
-        raise FileNotFoundError(f"from_fla: {file} is missing")
-    try:
-        found: dict[str, Tensor] = load_file(file)
-    except SafetensorError as error:
-        raise ValueError(f"from_fla: {file} cannot be read ({error})") from error
-    return found
-
-
-def _json(file: Path, most: int = files.LARGEST_CONFIG) -> dict[str, Any]:
-    try:
-        found = json.loads(files.read_bytes(file, most).decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"from_fla: {file} must be a JSON object, got none ({error})") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"from_fla: {file} must be a JSON object, got {type(found).__name__}")
-    return found
