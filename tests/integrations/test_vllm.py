@@ -23,7 +23,7 @@ from tests.integrations.engines import (
 from torch import Tensor, nn
 
 from wyfold.integrations import vllm
-from wyfold.integrations.vllm import gdn, glm, kda
+from wyfold.integrations.vllm import gdn, glm, kda, olmo
 
 H, HV, K, V = 2, 4, 16, 24
 SLOTS = 12
@@ -40,6 +40,8 @@ ADAPTERS = {
     (kda.MODULE, "fused_recurrent_kda"): kda.verify,
     (glm.MODULE, "chunk_kda_with_fused_gate"): glm.prefill,
     (glm.MODULE, "fused_recurrent_kda"): glm.verify,
+    (olmo.MODULE, "chunk_gated_delta_rule"): olmo.prefill,
+    (olmo.MODULE, "fused_recurrent_gated_delta_rule"): olmo.verify,
 }
 
 
@@ -79,7 +81,7 @@ def expected(x: Tokens, first: int, last: int, gate: Gates, state: Tensor) -> tu
     return token_loop(q, k, v, gate.decay(a), torch.sigmoid(b.double()), state)
 
 
-@pytest.mark.parametrize("key", ADAPTERS, ids=lambda key: f"{key[0].split('.')[2]}-{key[1]}")
+@pytest.mark.parametrize("key", ADAPTERS, ids=lambda key: f"{key[0]}-{key[1]}")
 def test_adapters_take_the_recorded_parameters(key: tuple[str, str]):
     module, name = key
     recorded = vllm.SIGNATURES.modules[module][name]
@@ -229,6 +231,36 @@ GDN_STUB = """
 current_platform = types.SimpleNamespace(is_cuda=lambda: True)
 def forward_native(self, *args, **kwargs): return "vLLM's own"
 """
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+def test_olmos_gdn_takes_computed_gates_and_negative_eigenvalues(dtypes: tuple[torch.dtype, torch.dtype]):
+    dtype, stored = dtypes
+    x, pool, cu = tokens(7, dtype), paged_pool(SLOTS, HV, V, K, stored), torch.tensor([0, 3, 3, 5, 7])
+    g, beta, before = -torch.rand(1, 7, HV), 2 * torch.rand(1, 7, HV), pool.clone()
+    slots = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9], [0, 0, 0]])
+    o, states = olmo.verify(
+        q=x.q, k=x.k, v=x.v, g=g, beta=beta, initial_state=pool, cu_seqlens=cu, ssm_state_indices=slots,
+        num_accepted_tokens=torch.tensor([2, 1, 1, 1]), use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    fresh = torch.randn(4, HV, V, K).mul(0.3).to(stored)
+    o2, final = olmo.prefill(
+        q=x.q, k=x.k, v=x.v, g=g, beta=beta, initial_state=fresh, output_final_state=True, cu_seqlens=cu,
+        use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    assert states is pool and final is not None
+    for n, (first, last, start) in enumerate(((0, 3, 2), (3, 3, 4), (3, 5, 7))):
+        if first == last:
+            continue
+        q, k, v, *_ = x.rows(first, last)
+        given = g[0, first:last].exp(), beta[0, first:last]
+        outputs, after = token_loop(q, k, v, *given, before[start])
+        assert_near(o[0, first:last], outputs, *dtypes)
+        assert_near(pool[slots[n, : last - first]], after, stored)
+        outputs, after = token_loop(q, k, v, *given, fresh[n])
+        assert_near(o2[0, first:last], outputs, dtype)
+        assert_near(final[n], after[-1], dtype)
+    assert torch.equal(pool[[0, 4, 5, 6, 9, 10, 11]], before[[0, 4, 5, 6, 9, 10, 11]])
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
@@ -400,7 +432,7 @@ def test_kdas_three_functions_are_replaced(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_vllms_own_layers_serve_requests_on_the_cpu():
-    run_script("tests.integrations.vllm_layer", "served 2 x 5 batches of GDN and 5 of KDA")
+    run_script("tests.integrations.vllm_layer", "served 5 batches each of Qwen, Qwen unpacked, OLMo and Kimi")
 
 
 def test_the_entry_point_names_the_plug_in():

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 try:
     import vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn as kimi
+    import vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn as olmo
     import vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn as qwen
     from vllm import plugins
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
@@ -53,6 +54,10 @@ def stub_prepare(
     q, k, v = split(conv_output, num_k_heads)
     q, k = (nn.functional.normalize(x.float(), dim=-1).to(x.dtype) for x in (q, k))
     return q, k, v, Gates(A_log, dt_bias).decay(a).log().float(), torch.sigmoid(b.float())
+
+
+def stub_gates(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor, negative: bool) -> tuple[Tensor, Tensor]:
+    return Gates(A_log, dt_bias).decay(a).log().float()[None], torch.sigmoid(b.float())[None] * (1 + negative)
 
 
 def split(mixed: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,7 +192,7 @@ def padded(x: Tensor) -> Tensor:
 
 def main() -> None:
     torch.manual_seed(0)
-    qwen.current_platform = types.SimpleNamespace(
+    qwen.current_platform = olmo.current_platform = types.SimpleNamespace(
         is_cuda=lambda: True, is_cpu=lambda: False, is_xpu=lambda: False, is_rocm=lambda: False,
         is_device_capability=lambda version: version == 90, is_device_capability_family=lambda version: False,
     )  # fmt: skip
@@ -213,6 +218,16 @@ def main() -> None:
             layer.enable_packed_recurrent_decode = packed
             serve(Requests(gate, H), lambda m, a, b, out: layer._forward_core(padded(m), padded(b), padded(a), out))
 
+    olmo.get_forward_context, olmo.fused_olmo_hybrid_gdn_gating = stub_context, stub_gates
+    olmo.causal_conv1d_fn = olmo.causal_conv1d_update = stub_convolution
+    layer = bare(
+        olmo.OlmoHybridGatedDeltaNetAttention, kv_cache=pools, A_log=gate.A_log, dt_bias=gate.dt_bias, key_dim=H * K,
+        value_dim=HV * V, num_k_heads=H, num_v_heads=HV, head_k_dim=K, head_v_dim=V, activation="silu",
+        allow_neg_eigval=False,
+    )  # fmt: skip
+    with torch.inference_mode():
+        serve(Requests(gate, H), lambda m, a, b, out: layer._forward_core(padded(m), padded(b), padded(a), out))
+
     gate = Gates(torch.rand(HV).log(), torch.randn(HV * K))
     kimi.get_forward_context = stub_context
     kimi.causal_conv1d_fn = kimi.causal_conv1d_update = stub_convolution
@@ -227,7 +242,7 @@ def main() -> None:
             Requests(gate, HV),
             lambda m, a, b, out: layer._forward(padded(m), padded(a)[None], None, padded(b)[None], out[None]),
         )
-    print("served 2 x 5 batches of GDN and 5 of KDA")
+    print("served 5 batches each of Qwen, Qwen unpacked, OLMo and Kimi")
 
 
 main()

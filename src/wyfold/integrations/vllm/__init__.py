@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 
 from wyfold.integrations.engine_hooks import Record, plug_in
-from wyfold.integrations.vllm import gdn, glm, kda
+from wyfold.integrations.vllm import gdn, glm, kda, olmo
 
 __all__ = ["register"]
 
@@ -29,5 +29,5 @@ def register() -> None:
         >>> from wyfold.integrations import vllm
         >>> vllm.register()  # vLLM does this itself; modules that are never imported are never changed
     """
-    installs = {part.MODULE: part.install for part in (gdn, kda, glm)}
+    installs = {part.MODULE: part.install for part in (gdn, olmo, kda, glm)}
     plug_in(SIGNATURES, installs, VARIABLE, log)
