@@ -15,7 +15,7 @@ import torch
 
 import wyfold
 from wyfold import UnsupportedError
-from wyfold.kernels import self_check, table
+from wyfold.kernels import self_check, table, trial
 from wyfold.kernels.trial import Sample, Trial
 from wyfold.reference.error import Errors, Verdict
 from wyfold.runtime import kernel_configs, triton_support, user_cache
@@ -61,9 +61,9 @@ class Machine:
         found = {"triton": "3.9.0", "torch": "2.15.0", "cuda": "13.0", "sources": "abc", **versions}
         self.monkeypatch.setattr(self_check, "toolchain", lambda: found)
 
-    def plan(self, backend: str | None = None, trial: Trial = TRIAL) -> Any:
+    def plan(self, backend: str | None = None, small: Trial = TRIAL) -> Any:
         return table.plan(
-            "chunk_kda", CUDA, backend, forward=("scan",), dtypes=(torch.bfloat16,), trials=lambda: (trial,)
+            "chunk_kda", CUDA, backend, forward=("scan",), dtypes=(torch.bfloat16,), trials=lambda: (small,)
         )
 
     def refusal(self, backend: str | None = None) -> str:
@@ -143,7 +143,7 @@ def test_another_toolchain_or_source_is_checked_again(change: dict[str, str], ma
 )
 def test_another_kernel_is_checked_too(other: Trial, machine):
     machine.plan()
-    machine.plan(trial=other)
+    machine.plan(small=other)
     assert machine.runs == 2
 
 
@@ -186,7 +186,7 @@ def test_without_a_writable_folder_each_process_checks_once(machine, tmp_path, m
     monkeypatch.setenv("WYFOLD_CACHE", str(tmp_path / "file" / "cache"))
     for _ in range(3):
         assert machine.plan().self_check == "passed"
-    machine.plan(trial=TRIAL._replace(gradients=False))
+    machine.plan(small=TRIAL._replace(gradients=False))
     said = capsys.readouterr().err.splitlines()
     assert machine.runs == 2 and len(said) == 3
     assert "could not be stored in" in said[1] and "WYFOLD_CACHE names another folder" in said[1]
@@ -275,9 +275,9 @@ def test_explain_runs_nothing_and_reports_the_state(machine):
     machine.verdicts = [WRONG]
     other = TRIAL._replace(gradients=False)
     with pytest.raises(UnsupportedError):
-        machine.plan(trial=other)
+        machine.plan(small=other)
     with pytest.raises(UnsupportedError, match="allowed are"):
-        plan_of(lambda: machine.plan(trial=other))
+        plan_of(lambda: machine.plan(small=other))
 
 
 def test_threads_share_one_check(machine, monkeypatch):
@@ -331,6 +331,34 @@ def test_verification_checks_again_and_stores_the_answer(machine, tmp_path):
     assert machine.runs == 3 and len(found) == 1
 
 
+NEAR = Verdict("dg", torch.bfloat16, Errors(5e-3, 1e-3, 1e-3), Errors(4e-3, 1e-2, 1e-2), "over in rms")
+INFINITE = Verdict("o", torch.bfloat16, Errors(*[float("inf")] * 3), Errors(*[float("inf")] * 3), "not finite where ..")
+
+
+@pytest.mark.parametrize(
+    "draws, used",
+    [
+        ([[RIGHT]], 1),
+        ([[NEAR, RIGHT], [RIGHT]], 2),
+        ([[NEAR], [NEAR], [RIGHT]], 3),
+        ([[NEAR], [NEAR], [NEAR, RIGHT]], 3),
+        ([[NEAR, WRONG]], 1),
+        ([[NEAR], [WRONG]], 2),
+        ([[INFINITE]], 1),
+    ],
+    ids=["right", "once near", "twice near", "always near", "wrong", "near, then wrong", "not finite"],
+)
+def test_a_check_that_fails_by_little_is_drawn_again(draws: list[list[Verdict]], used: int, monkeypatch):
+    seen = []
+
+    def draw(drawn: Trial, device: torch.device) -> list[Verdict]:
+        seen.append(drawn.draw)
+        return draws[drawn.draw]
+
+    monkeypatch.setattr(trial, "_verdicts", draw)
+    assert trial.verdicts(TRIAL, CUDA) == draws[used - 1] and seen == list(range(used))
+
+
 def test_every_plan_has_a_check():
     folder = Path(wyfold.__file__).parent / "ops"
     found = 0
@@ -346,7 +374,7 @@ def test_doctor_lists_the_checks_of_this_toolchain(machine, monkeypatch):
     machine.plan()
     machine.verdicts = [WRONG]
     with pytest.raises(UnsupportedError):
-        machine.plan(trial=TRIAL._replace(gradients=False))
+        machine.plan(small=TRIAL._replace(gradients=False))
     checks = wyfold.doctor().self_checks
     assert [(check["operator"], check["passed"]) for check in checks] == [
         ("chunk_kda (bfloat16, 2 x 64, with gradients)", True),
