@@ -281,10 +281,8 @@ def _call(
     found = {name: x.detach() for name, x in (results | written).items() if x is not None and x.is_floating_point()}
     if leaves:
         into = {name: x for name, x in results.items() if x.requires_grad}
-        for seed, (name, x) in enumerate(into.items()):
-            found[f"fed {name}"] = (
-                fed[f"fed {name}"] if fed else inputs.incoming(x.detach().cpu(), DRAW * trial.draw + 500 + seed)
-            )
+        for seed, (name, x) in enumerate(into.items(), DRAW * trial.draw + len(arguments)):
+            found[f"fed {name}"] = fed[f"fed {name}"] if fed else inputs.incoming(x.detach().cpu(), seed)
         gradients = torch.autograd.grad(
             list(into.values()),
             list(leaves.values()),
