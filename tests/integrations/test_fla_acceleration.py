@@ -3,9 +3,12 @@
 import copy
 import importlib
 import inspect
+import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -410,3 +413,24 @@ def test_installed_layers_run_on_wyfold_and_come_back(installed: ModuleType, lay
     error.require(error.judge(short, exact, y[:, :9], name="y"))
     with pytest.raises(RuntimeError):  # fla's kernels have no CPU form
         net(x)
+
+
+def test_installed_transformers_models_run_on_wyfold(installed: ModuleType):
+    """transformers binds fla's functions when it imports a model's file, so this needs a process of its own."""
+    pytest.importorskip("transformers", reason="transformers, which calls fla, is not installed")
+    script = """
+        import warnings
+        warnings.simplefilter("ignore")
+        import torch
+        from tests.integrations.hybrids import hybrid
+        from wyfold.integrations.fla import accelerate
+        model, ids = hybrid("qwen3_next").train(), torch.randint(64, (2, 70))
+        with accelerate() as accelerated:
+            model(ids, labels=ids, use_cache=False).loss.backward()
+        print(dict(accelerated.report.calls), all(p.grad is not None for p in model.model.layers[0].parameters()))
+    """
+    root = Path(__file__).resolve().parents[2]
+    found = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], cwd=root, capture_output=True, text=True, timeout=250
+    )
+    assert found.stdout.splitlines()[-1:] == ["{('chunk_gated_delta_rule', 'wyfold'): 2} True"], found.stderr
