@@ -1,18 +1,23 @@
-"""Patched models under generation's caches and searches, offloading, and LoRA give the stock results."""
+"""Models under generation's caches and searches, offloading, LoRA and the stand-in for fla give the stock results."""
 
 import contextlib
+import os
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.integrations.hybrids import FAMILIES, hybrid
+from tests.integrations.hybrids import FAMILIES, hybrid, skip_older
 from torch import Tensor
 
 from wyfold.integrations.transformers import patch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+ROOT = Path(__file__).parents[2]
 CLOSE = 1e-5
 IDS = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(1))
 PADDED = torch.ones(2, 9, dtype=torch.int64)
@@ -118,3 +123,29 @@ def test_adapters_on_every_projection_compute_and_learn(name: str):
     assert our_gradients.keys() == gradients.keys() and any("layers.0." in n and "lora_A" in n for n in gradients)
     largest = max(float(g.abs().max()) for g in gradients.values())
     assert max(float((our_gradients[n] - g).abs().max()) for n, g in gradients.items()) < CLOSE * largest
+
+
+@pytest.mark.long
+def test_models_imported_after_the_stand_in_for_fla_run_on_it(tmp_path: Path):
+    """transformers takes the functions of an installed fla when a modelling file is imported, here in a subprocess."""
+    names = ("qwen3_5", "kimi_linear")
+    for name in names:
+        skip_older(name)
+    code = """
+        import sys, torch
+        import wyfold.integrations.fla
+        from tests.integrations.hybrids import hybrid
+        wyfold.integrations.fla.install()
+        ids = torch.arange(24).view(2, 12) % 64
+        with torch.no_grad():
+            torch.save({name: hybrid(name)(ids).logits for name in sys.argv[2:]}, sys.argv[1])
+    """
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code), str(tmp_path / "logits"), *names]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "falling back" in done.stderr and "flash-linear-attention" not in done.stderr  # the convolution is not fla's
+    ours = torch.load(tmp_path / "logits")
+    with torch.no_grad():
+        for name in names:
+            assert 0 < far(ours[name], hybrid(name)(torch.arange(24).view(2, 12) % 64).logits) < CLOSE
