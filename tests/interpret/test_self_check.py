@@ -13,6 +13,8 @@ from tests.context_parallel.ranks import Case, failures_on_ranks
 
 import wyfold
 from wyfold import UnsupportedError, serving
+from wyfold.cli import kernel_calls
+from wyfold.cli.operators import OPERATOR_SPECS
 from wyfold.context_parallel.rank_exchange import exchange_trials
 from wyfold.cp import build_cp_context
 from wyfold.kernels import self_check, table
@@ -269,6 +271,23 @@ def test_the_launches_between_ranks_are_checked(dtype, device, monkeypatch):
     planted(monkeypatch, "rank_carry", "rank_send", lambda borders, tails, out: out[:, 1, 3].mul_(1.1))
     said = self_check.outcome(trials[1]._replace(name="again"), device, run=True).refusal
     assert "sent has relative error" in said and "outer" not in said
+
+
+def test_verification_has_a_call_for_every_operator_with_kernels(device, monkeypatch):
+    """All calls are listed; those that are cheap in the interpreter are made."""
+    monkeypatch.setattr(kernel_calls, "WIDTHS", (8, 16))
+    calls = kernel_calls.kernel_calls(device, quick=True)
+    named = {name.partition(",")[0].partition(" ")[0] for name in calls}
+    assert named >= {spec.operator for spec in OPERATOR_SPECS.values()} - {"fused_recurrent_ttt_linear"}
+    assert named >= {*serving.__all__} - {"decode_packed"}  # has the kernels of decode
+    cheap = "l2norm", "rms_norm", "fused_", "solve", "chunk_scaled", "decode", "conv1d_update", "ttt_decode"
+    chosen = {name: call for name, call in calls.items() if name.startswith(cheap) and "recurrent" not in name}
+    with self_check.collecting() as found:
+        for call in chosen.values():
+            call()
+    assert len(found) == len(chosen) >= 10 and all(record["passed"] for record in found.values())
+    assert all(value["error"] <= value["allowed"] for record in found.values() for value in record["tensors"].values())
+    assert len(kernel_calls.kernel_calls(device, quick=False)) == 6 * len(calls)
 
 
 OPTIONS = DeltaOptions(
