@@ -144,14 +144,17 @@ class Job:
         commands: Command of each process, without `--rows`.
         environments: Additional environment variables of each process.
         limit_s: Seconds after which remaining processes are killed.
+        promised: Whether a process that fails, or is killed, breaks a promise. False for other projects' code.
     """
 
     name: str
     commands: Sequence[Sequence[str]]
     environments: Sequence[dict[str, str]] = ()
     limit_s: float = 120.0
+    promised: bool = True
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     began: float = 0.0
+    killed: bool = False
 
     @property
     def part(self) -> str:
@@ -176,6 +179,7 @@ class Job:
     def over(self) -> bool:
         """Whether all processes have ended; after the time limit they are killed."""
         if time.monotonic() - self.began > self.limit_s:
+            self.killed = True
             self.end()
         return all(process.poll() is not None for process in self.processes)
 
@@ -194,7 +198,9 @@ class Job:
             if process.returncode:
                 tail = self._file(folder, number, "log").read_text(errors="replace").splitlines()[-LOG_LINES:]
                 ended = f"process {number} ended with {process.returncode}: {tail[-1] if tail else ''}"
-                ledger.add(self.part, self.name, False, error=ended[:400], trace=tail)
+                if process.returncode == -signal.SIGKILL and self.killed:
+                    ended = f"process {number} did not end within {self.limit_s:.0f} s, and was killed"
+                ledger.add(self.part, self.name, False if self.promised else None, error=ended[:400], trace=tail)
 
     def _file(self, folder: Path, number: int, kind: str) -> Path:
         return folder / f"{id(self)}.{number}.{kind}"

@@ -4,12 +4,13 @@
 
 Each of these lists of parts ends within 200 s on four GPUs:
 
-    --only errors,ttt,conv,layers     --only mismatch,death     --only train     --only scaling     --only peers
+    --only errors     --only ttt,conv,layers     --only mismatch,death     --only train     --only scaling
+    --only peers      (each side of a comparison has its own time limit)
 
 The program starts its ranks itself, over NCCL and one per GPU, with a shared kernel cache. The parts errors (delta
 rules), ttt, conv, layers (every parameter's gradient), mismatch, death and train run in parallel, since they compile.
-Scaling and, with `--peers`, fla's own context parallelism run alone afterwards. Without GPUs everything is tiny and
-over gloo, which only tests this file.
+Scaling, and the operators beside fla's own context parallelism, run alone afterwards. Without GPUs everything is tiny
+and over gloo, which only tests this file.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -645,38 +645,44 @@ def compile_scaling(add: Add, place: Place, kind: str) -> None:
         measure_layer(place, kind, T, across, 1)
 
 
-def peers(add: Add, place: Place, kind: str, folder: str) -> None:
-    """The operator over one sequence with ours and with fla's context parallelism, forward and backward."""
-    sys.path.insert(0, folder)
-    if importlib.util.find_spec("fla") is None:
-        if place.leads:
-            add("peers", kind, None, not_run=f"no fla in {folder}")
-        return
-    from fla.ops.cp import build_cp_context as build_theirs
+PEERS = ("ours", "fla")
+PEER_TOKENS, PEER_LIMIT_S = (256, 60) if TINY else (262144, 45)
+"""Tokens of the operators that are compared, and seconds after which one side's processes are killed."""
 
-    rule = {"gdn": "gated_delta_rule", "kda": "kda"}[kind]
-    theirs = getattr(importlib.import_module(f"fla.ops.{rule}"), f"chunk_{rule}")
-    for T in LENGTHS:
-        bounds = torch.tensor([0, T])
-        context = build_cp_context(bounds, dist.group.WORLD)
-        other = build_theirs(bounds.to(place.device), group=dist.group.WORLD)
-        torch.manual_seed(place.rank)
-        size = (1, context.tokens, 8, 128)
-        q, k = (F.normalize(torch.randn(size, device=place.device), dim=-1).to(BF16) for _ in range(2))
-        v, arrow = (torch.randn(size, device=place.device).to(BF16) for _ in range(2))
-        g = F.logsigmoid(torch.randn(size if kind == "kda" else size[:3], device=place.device)).clamp(min=-5)
-        leaves = [x.requires_grad_() for x in (q, k, v, g, torch.rand(size[:3], device=place.device))]
 
-        def step(op: Callable[..., Any], where: Any, leaves: list[Tensor], arrow: Tensor) -> None:
-            q, k, v, g, beta = leaves
-            o = op(q=q, k=k, v=v, g=g, beta=beta, cp_context=where)[0]
+def peers(add: Add, place: Place, kind: str, mode: str, side: str, folder: str) -> None:
+    """One side of a comparison with fla's context parallelism: an operator over one sequence, 8 heads of 128.
+
+    `mode` is "forward" or "both". Each side runs in separate processes, since one of them may not return.
+    """
+    rule, bounds = {"gdn": "gated_delta_rule", "kda": "kda"}[kind], torch.tensor([0, PEER_TOKENS])
+    context: Any = build_cp_context(bounds, dist.group.WORLD)
+    tokens, op = context.tokens, getattr(wyfold, f"chunk_{rule}")
+    if side == "fla":
+        sys.path.insert(0, folder)
+        from fla.ops.cp import build_cp_context as build_theirs
+
+        op = getattr(importlib.import_module(f"fla.ops.{rule}"), f"chunk_{rule}")
+        context = build_theirs(bounds.to(place.device), group=dist.group.WORLD)
+    torch.manual_seed(place.rank)
+    size = (1, tokens, 2 if TINY else 8, D)
+    q, k = (F.normalize(torch.randn(size, device=place.device), dim=-1).to(BF16) for _ in range(2))
+    v, arrow = (torch.randn(size, device=place.device).to(BF16) for _ in range(2))
+    g = F.logsigmoid(torch.randn(size if kind == "kda" else size[:3], device=place.device)).clamp(min=-5)
+    leaves = [x.requires_grad_(mode == "both") for x in (q, k, v, g, torch.rand(size[:3], device=place.device))]
+
+    def step() -> None:
+        q, k, v, g, beta = leaves
+        o = op(q=q, k=k, v=v, g=g, beta=beta, cp_context=context)[0]
+        if mode == "both":
             torch.autograd.grad(o, leaves, arrow)
 
-        sides = {"ours": (getattr(wyfold, f"chunk_{rule}"), context), "fla": (theirs, other)}
-        rounds = {name: timed(place, partial(step, *side, leaves, arrow), 5) for name, side in sides.items()}
-        if place.leads:
-            ms = {name: statistics.median(times) for name, times in rounds.items()}
-            add("peers", f"{kind}, {T} tokens", None, ms=ms, rounds_ms=rounds, faster=ms["fla"] / ms["ours"])
+    before = 0 if TINY else torch.cuda.memory_allocated()
+    rounds = timed(place, step, 5)
+    peak = 0 if TINY else torch.cuda.max_memory_allocated() - before
+    if place.leads:
+        case = f"{kind}, {mode}, {PEER_TOKENS} tokens, {place.world} GPUs, {side}"
+        add("peers", case, None, ms=statistics.median(rounds), rounds_ms=rounds, MiB=peak / 2**20)
 
 
 # --- main ------------------------------------------------------------------------------------------------------------
@@ -694,12 +700,12 @@ def environment(rank: int, world: int, port: int) -> dict[str, str]:
     return found | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
 
 
-def of_ranks(name: str, world: int, *, launched: bool = False, limit_s: float = 120) -> Job:
-    """A job of `world` ranks; with `launched` they are started as by torchrun."""
+def of_ranks(name: str, world: int, *, launched: bool = False, limit_s: float = 120, words: Sequence[str] = ()) -> Job:
+    """A job of `world` ranks; with `launched` they are started as by torchrun. `words` are options of this program."""
     port = free_port()
     by = {"TORCHELASTIC_RUN_ID": "proof"} if launched else {}
     environments = [environment(rank, world, port) | by for rank in range(world)]
-    return Job(name, [job_command(__file__, name)] * world, environments, limit_s)
+    return Job(name, [job_command(__file__, name, *words)] * world, environments, limit_s)
 
 
 def jobs(ledger: Ledger, world: int, folder: str) -> list[Job]:
@@ -713,7 +719,7 @@ def jobs(ledger: Ledger, world: int, folder: str) -> list[Job]:
     found += [of_ranks(f"train:{folder}:4", 1, limit_s=150)]
     found += [of_ranks(f"warm:{kind}", world) for kind in SCALING]
     found += [of_ranks(f"layers:{name}", world) for name in BUILT]
-    found += [of_ranks(f"errors:{rule}:{layout}", world) for rule in GATED for layout in LAYOUTS]
+    found += [of_ranks(f"errors:{rule}:{layout}", world, limit_s=180) for rule in GATED for layout in LAYOUTS]
     found += [of_ranks(f"{part}:{layout}", world) for part in ("ttt", "conv") for layout in LAYOUTS]
     found += [of_ranks("mismatch", world)]
     return [job for job in found if ledger.wants("scaling" if job.part == "warm" else job.part)]
@@ -747,7 +753,7 @@ def one_job(args: argparse.Namespace) -> None:
         _leave()
     workspace.WORKSPACE_BYTES = 512 << 20  # for the truth; the default size is tuned for caches
     place.join()
-    OF_RANKS[name](add, place, *words)
+    OF_RANKS[name](add, place, *words, *([args.peers] if name == "peers" else []))
     dist.barrier()
     dist.destroy_process_group()
     _leave()
@@ -778,8 +784,13 @@ def main() -> int:
     compare_losses(ledger)
     for kind in SCALING if ledger.wants("scaling") else ():
         run_parallel(ledger, [of_ranks(f"scaling:{kind}", args.ranks)], args.ranks)
-    for kind in SCALING if args.peers and ledger.wants("peers") else ():
-        run_parallel(ledger, [of_ranks(f"peers:{kind}:{args.peers}", args.ranks, limit_s=300)], args.ranks)
+    for case in itertools.product(SCALING, ("forward", "both"), PEERS) if ledger.wants("peers") else ():
+        if case[-1] == "fla" and not args.peers:
+            ledger.add("peers", f"{case[0]}, {case[1]}, fla", None, not_run="no --peers FOLDER with fla")
+            continue
+        job = of_ranks(f"peers:{':'.join(case)}", args.ranks, limit_s=PEER_LIMIT_S, words=["--peers", args.peers])
+        job.promised = case[-1] == "ours"
+        run_parallel(ledger, [job], args.ranks)
     return ledger.close()
 
 
