@@ -416,7 +416,7 @@ def test_installed_layers_run_on_wyfold_and_come_back(installed: ModuleType, lay
 
 
 def test_installed_transformers_models_run_on_wyfold(installed: ModuleType):
-    """transformers binds fla's functions when it imports a model's file, so this needs a process of its own."""
+    """transformers binds fla's functions when it imports a model's file, so it runs in a new process."""
     pytest.importorskip("transformers", reason="transformers, which calls fla, is not installed")
     script = """
         import warnings
