@@ -26,7 +26,7 @@ class Drawn:
 
 def test_the_next_batch_is_drawn_before_it_is_requested():
     drawn = Drawn()
-    ahead = BatchPrefetcher(drawn, 3, pinned=False)
+    ahead = BatchPrefetcher(drawn, 3, torch.device("cpu"))
     for index in (2, 5, 8, 40, 43):  # a resumed run starts at any index
         assert ahead.at(index).ids.tolist() == [[index, index]]
     ahead.thread.shutdown()
@@ -35,7 +35,7 @@ def test_the_next_batch_is_drawn_before_it_is_requested():
 
 
 def test_exceptions_of_draw_reach_the_caller():
-    ahead = BatchPrefetcher(Drawn(), -1, pinned=False)
+    ahead = BatchPrefetcher(Drawn(), -1, torch.device("cpu"))
     assert ahead.at(0).ids.tolist() == [[0, 0]]
     with pytest.raises(ValueError, match="no such batch"):
         ahead.at(-1)

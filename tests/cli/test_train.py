@@ -17,7 +17,7 @@ from tests.processes import run_ranks, with_package
 
 from wyfold.cli import checkpoint, main
 from wyfold.cli.corpus import Batch, Corpus
-from wyfold.cli.distributed import DistributedWorld, World
+from wyfold.cli.distributed import DistributedWorld, World, process_device
 from wyfold.cli.recipe import Recipe, build, optimizer
 from wyfold.cli.trainer import Trainer
 
@@ -435,6 +435,17 @@ def deferred_reading(given, group):
     assert all(torch.equal(x, weights[1][name]) for name, x in weights[0].items())
     if group.rank() == 0:
         assert history(folder / "behind True") == history(folder / "behind False")
+
+
+@pytest.mark.parametrize(
+    "name, launched, expected",
+    [("cuda", True, "cuda:3"), ("cuda", False, "cuda"), ("cuda:1", True, "cuda:1"), ("cpu", True, "cpu")],
+)
+def test_a_process_tries_the_gpu_of_its_local_rank(monkeypatch, name, launched, expected):
+    """All processes of a host tried GPU 0, and each kept a context and its memory there."""
+    monkeypatch.setattr("wyfold.cli.distributed.launched", lambda: launched)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert process_device(name) == expected
 
 
 OF_A_GROUP = {

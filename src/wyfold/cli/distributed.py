@@ -265,6 +265,15 @@ def launched() -> bool:
     return dist.is_available() and dist.is_torchelastic_launched()
 
 
+def process_device(name: str) -> str:
+    """Name of this process's device: that of its local rank if a launcher started one process per GPU."""
+    import torch.distributed as dist
+
+    if name != "cuda" or not launched():
+        return name
+    return f"cuda:{dist.get_node_local_rank(fallback_rank=0)}"
+
+
 def leave() -> None:
     """Destroy the process group that `DistributedWorld` made."""
     import torch.distributed as dist

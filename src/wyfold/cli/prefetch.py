@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +22,14 @@ class BatchPrefetcher:
     Args:
         draw: Returns batch number i. Called by the thread only, one call at a time.
         stride: Difference between consecutive indices.
-        pinned: Copy batches to pinned memory, for asynchronous copies to a GPU.
+        device: Device of the model. For a GPU, batches are copied to pinned memory, for asynchronous copies.
     """
 
-    def __init__(self, draw: Callable[[int], Batch], stride: int, *, pinned: bool) -> None:
-        self.draw, self.stride, self.pinned = draw, stride, pinned
-        self.thread = ThreadPoolExecutor(1, "batches")
+    def __init__(self, draw: Callable[[int], Batch], stride: int, device: torch.device) -> None:
+        self.draw, self.stride, self.pinned = draw, stride, device.type == "cuda"
+        # A thread starts on GPU 0, where pinning would make every process of a host hold memory.
+        own: dict[str, Any] = {"initializer": torch.cuda.set_device, "initargs": (device,)} if self.pinned else {}
+        self.thread = ThreadPoolExecutor(1, "batches", **own)
         self.upcoming: tuple[int, Future[Batch]] | None = None
 
     def at(self, index: int) -> Batch:

@@ -245,12 +245,12 @@ def run(args: argparse.Namespace) -> int:
     results.ready(folder)
 
     from wyfold.cli import integrity, mfu
-    from wyfold.cli.distributed import leave
+    from wyfold.cli.distributed import leave, process_device
     from wyfold.cli.progress import explain_wait
     from wyfold.cli.trainer import Trainer
     from wyfold.context_parallel.watchdog import RankLost
 
-    args.device = found_device(args.device)
+    args.device = found_device(process_device(args.device))
     source, digest, about = _source(args, texts)
     with explain_wait("all processes of this run must join it"):  # by every process: none knows its rank yet
         world = _world(args)

@@ -96,11 +96,7 @@ class Trainer:
         self.stopping = False
         self.explained: set[str] = set()
         deferred = self.world.async_metrics
-        self.batches = (
-            BatchPrefetcher(self.objective.at, self.world.replicas, pinned=self.device.type == "cuda")
-            if deferred
-            else None
-        )
+        self.batches = BatchPrefetcher(self.objective.at, self.world.replicas, self.device) if deferred else None
         self.pending: StepMetrics | None = None
         self.nonfinite = torch.zeros((), device=self.device)
         self.step_started = 0.0  # start of the step whose metrics are read next, by perf_counter
