@@ -274,9 +274,10 @@ def _resolve_defaults(args: argparse.Namespace) -> str:
     """Fill options that were left out with the defaults of the device. Returns the type of the device."""
     import torch
 
-    from wyfold.cli.distributed import launched
+    from wyfold.cli.distributed import launched, process_device
 
-    args.device = found_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    args.device = found_device(process_device(name))
     kind = str(args.device.type)
     usual = DEVICE_DEFAULTS.get(kind, DEVICE_DEFAULTS["cpu"])
     args.default_shapes = not args.shapes
