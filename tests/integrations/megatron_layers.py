@@ -5,6 +5,7 @@ device that Megatron asks CUDA for. Exits with 77 and a reason where megatron-co
 """
 
 import sys
+import tempfile
 from typing import Any
 
 import torch
@@ -81,10 +82,19 @@ def gradients(layer: Any) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def run(layer: Any, x: Tensor, do: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
-    """Output and gradient of x of Megatron's layer, which takes [T, B, width]."""
-    cu = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu) if packed else None
+def of_name(ours: Any, name: str) -> Tensor:
+    """Parameter of Wyfold's layer: the decay and the gate are one matrix in GDN, the second of two in KDA."""
+    theirs = dict(ours.named_parameters())
+    (found,) = (theirs[key] for key in (name, f"{name}_up.weight", f"{name}.weight") if key in theirs)
+    return found
+
+
+def run(layer: Any, x: Tensor, do: Tensor, lengths: list[int] | None) -> tuple[Tensor, Tensor]:
+    """Output and gradient of x of Megatron's layer, which takes [T, B, width]. Lengths of packed sequences, or None."""
+    params = None
+    if lengths is not None:
+        cu = torch.tensor([0, *lengths]).cumsum(0).int()
+        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu)
     layer.zero_grad()
     x = x.transpose(0, 1).contiguous().requires_grad_()
     y, bias = layer(x, None, packed_seq_params=params)
@@ -96,20 +106,19 @@ def run(layer: Any, x: Tensor, do: Tensor, packed: bool) -> tuple[Tensor, Tensor
 def check_layer(layer: Any, ours: Any) -> None:
     ours.double()
     copy_parameters(layer, ours)
-    for packed in (False, True):
+    for lengths in (None, LENGTHS):
         x, do = torch.randn(2, 1, sum(LENGTHS), WIDTH, dtype=torch.float64)
-        y, dx = run(layer, x, do, packed)
-        again, dx_again = run(layer, x, do, packed)
+        y, dx = run(layer, x, do, lengths)
+        again, dx_again = run(layer, x, do, lengths)
         assert torch.equal(y, again) and torch.equal(dx, dx_again)
         ours.zero_grad()
         other = x.clone().requires_grad_()
-        expected = ours(other, layout=SequenceLayout.from_lengths(LENGTHS) if packed else None)
+        expected = ours(other, layout=SequenceLayout.from_lengths(lengths) if lengths else None)
         expected.backward(do)
         assert_same("y", y, expected)
         assert_same("dx", dx, other.grad)
         for name, gradient in gradients(layer).items():
-            theirs = dict(ours.named_parameters())
-            (found,) = (theirs[key] for key in (name, f"{name}_up.weight", f"{name}.weight") if key in theirs)
+            found = of_name(ours, name)
             assert_same(name, gradient.reshape(found.shape), found.grad)
 
 
@@ -159,29 +168,75 @@ def common_spec(config: TransformerConfig) -> ModuleSpec:
     return get_gated_delta_net_module_spec(config, Backend())
 
 
+def configuration(**parallel: int) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=1, hidden_size=WIDTH, num_attention_heads=2, linear_num_key_heads=H, linear_num_value_heads=HV,
+        linear_key_head_dim=K, linear_value_head_dim=V, use_cpu_initialization=True, perform_initialization=False,
+        activation_func=nn.functional.silu, normalization="RMSNorm", deterministic_mode=True, **parallel,
+    )  # fmt: skip
+
+
+def pairs(config: TransformerConfig) -> list[tuple[Any, Any]]:
+    """Megatron's layers of each rule and gate, beside Wyfold's."""
+    sizes, eps = (WIDTH, H, HV, K, V), config.layernorm_epsilon
+    found = [(built(megatron.gated_delta_net_spec(config, Backend()), config), GatedDeltaNet(*sizes, norm_eps=eps))]
+    for bound in (None, -5.0):
+        layer = built(megatron.kda_spec(config, Backend(), lower_bound=bound), config)
+        found.append((layer, KimiDeltaAttention(*sizes, lower_bound=bound, norm_eps=eps)))
+    return found
+
+
+def check_context_parallel(rank: int, folder: str) -> None:
+    """One of two ranks, which hold a sequence's quarters 0 and 3, and 1 and 2: Megatron's balanced shards."""
+    torch.cuda.current_device = lambda: torch.device("cpu")  # stub
+    store = torch.distributed.FileStore(f"{folder}/store", 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    torch.manual_seed(0)
+    for layer, ours in pairs(configuration(context_parallel_size=2)):
+        ours.double()
+        copy_parameters(layer, ours)
+        for lengths in ([64], [40, 24]):
+            x, do = torch.randn(2, 1, 64, WIDTH, dtype=torch.float64)
+            mine, start = [], 0
+            for length in lengths:
+                quarters = torch.arange(start, start + length).view(4, -1)
+                mine += [quarters[rank], quarters[3 - rank]]
+                start += length
+            index = torch.cat(mine)
+            y, dx = run(layer, x[:, index], do[:, index], lengths if len(lengths) > 1 else None)
+            ours.zero_grad()
+            other = x.clone().requires_grad_()
+            expected = ours(other, layout=SequenceLayout.from_lengths(lengths))
+            expected.backward(do)
+            assert_same("y", y, expected[:, index])
+            assert_same("dx", dx, other.grad[:, index])
+            for name, gradient in gradients(layer).items():
+                total = gradient.contiguous()
+                torch.distributed.all_reduce(total)
+                found = of_name(ours, name)
+                assert_same(name, total.reshape(found.shape), found.grad)
+    torch.distributed.destroy_process_group()
+
+
 def main() -> None:
     torch.manual_seed(0)
     torch.cuda.current_device = lambda: torch.device("cpu")  # stub: Megatron creates parameters there
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
-    config = TransformerConfig(
-        num_layers=1, hidden_size=WIDTH, num_attention_heads=2, linear_num_key_heads=H, linear_num_value_heads=HV,
-        linear_key_head_dim=K, linear_value_head_dim=V, use_cpu_initialization=True, perform_initialization=False,
-        activation_func=nn.functional.silu, normalization="RMSNorm", deterministic_mode=True,
-    )  # fmt: skip
+    config = configuration()
     assert not common.HAVE_FLA
-    gdn = built(megatron.gated_delta_net_spec(config, Backend()), config)
-    check_layer(gdn, GatedDeltaNet(WIDTH, H, HV, K, V, norm_eps=config.layernorm_epsilon))
-    check_rule(gdn)
-    for bound in (None, -5.0):
-        kda = built(megatron.kda_spec(config, Backend(), lower_bound=bound), config)
-        check_layer(kda, KimiDeltaAttention(WIDTH, H, HV, K, V, lower_bound=bound, norm_eps=config.layernorm_epsilon))
-    for layer in (gdn, kda):
+    for layer, ours in pairs(config):
+        check_layer(layer, ours)
         assert "in_proj.weight" in layer.sharded_state_dict()
+    check_rule(built(megatron.gated_delta_net_spec(config, Backend()), config))
     check_replacement(config)
     assert config.deterministic_mode and not common.HAVE_FLA  # neither was changed
+    torch.distributed.destroy_process_group()
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(check_context_parallel, args=(folder,), nprocs=2)
     print("GDN and KDA agree with wyfold.layers")
 
 
-main()
+if __name__ == "__main__":
+    main()
