@@ -293,8 +293,24 @@ def test_a_nan_loss_changes_no_parameter_with_deferred_reading(data, tmp_path, m
 
 def test_a_timed_run_ends(data, tmp_path):
     assert train(data, tmp_path / "run", "--minutes", 0.005, "--eval-every", 10**6) == 0
-    spent = json.loads((newest(tmp_path / "run") / "training.json").read_text())["elapsed"]
-    assert spent >= 0.3
+    record = json.loads((newest(tmp_path / "run") / "training.json").read_text())
+    assert record["elapsed"] * (1 + 1 / record["step"]) > 0.3  # another step of average length would not have fitted
+
+
+def test_a_timed_run_ends_before_a_step_that_does_not_fit(data, tmp_path, monkeypatch, capsys):
+    loss, clock = Trainer._loss, [0.0]
+
+    def slow(self, batch: Batch):
+        clock[0] += 10.0
+        return loss(self, batch)
+
+    monkeypatch.setattr(Trainer, "_loss", slow)
+    monkeypatch.setattr("wyfold.cli.trainer.time.perf_counter", lambda: clock[0])
+    for minutes, steps in ((0.75, 4), (0.05, 1)):
+        words = ["--minutes", minutes, "--eval-every", 10**6]
+        assert train(data, tmp_path / str(steps), *words) == 0
+        assert train(data, tmp_path / str(steps), *words) == 0
+        assert f"already finished, at step {steps};" in capsys.readouterr().out
 
 
 def recipe(**changes):

@@ -10,8 +10,10 @@ The folder of the run keeps the last two checkpoints, the curve as PNG and every
 number as JSON lines. A task adds the result as JSON. The same command
 continues an interrupted run, on the CPU with exactly the losses of an
 uninterrupted one. Options that are left out then keep the values of the run;
-for a task, --resume --out DIR is enough. A run whose newest checkpoint is
-damaged is not changed unless --if-damaged says how to continue.
+for a task, --resume --out DIR is enough. A finished run is not trained further,
+because its learning rate has fallen to the end: a longer one needs another
+--out. A run whose newest checkpoint is damaged is not changed unless
+--if-damaged says how to continue.
 """
 
 from __future__ import annotations
@@ -194,7 +196,8 @@ def _learning_options(learning: argparse._ActionsContainer) -> None:
     duration.add_argument(
         "--minutes",
         type=at_least(0, above=True),
-        help="train for this time instead of --steps, start-up and evaluation not counted; not repeatable",
+        help="train for at most this time, or one step, instead of --steps; start-up and evaluation are not counted; "
+        "not repeatable",
     )
     learning.add_argument("--batch", type=whole(1), help=f"rows of a batch {_default('batch')}")
     learning.add_argument("--length", type=whole(1), help=f"bytes of a row {_default('length')}")

@@ -109,7 +109,11 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        """Whether the last step is taken, or the accuracy `stop_at` is reached."""
+        """Whether the last step is taken, the time left is too short for one, or the accuracy `stop_at` is reached."""
+        if self.recipe.minutes is not None and self.step:
+            average = self.elapsed / self.step  # of the steps so far, which a resumed run knows too
+            if self.elapsed + average > 60 * self.recipe.minutes:
+                return True
         looked = self.evaluations()
         enough = self.recipe.stop_at is not None and looked and looked[-1][1] >= self.recipe.stop_at
         return self.progress() >= 1 or bool(enough)
