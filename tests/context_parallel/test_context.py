@@ -483,8 +483,8 @@ def rank_dies(given: None, group: dist.ProcessGroup) -> None:
         raise AssertionError("a rank is dead, and nobody noticed")
 
 
-# Eight ranks on two cores take as long as all others together, so they run only cases with an odd number.
-CASES = {name: Case(x.prepare, x.run, most=8 if x.seed % 2 else 4) for name, x in COMPARISONS.items()}
+# Eight ranks on two cores take as long as all others together, so they and four run only cases with an odd number.
+CASES = {name: Case(x.prepare, x.run, most=8 if x.seed % 2 else 3) for name, x in COMPARISONS.items()}
 CASES |= {name: Case(x.prepare, x.run, most=3) for name, x in MODULES.items()}
 CASES |= {run.__name__: Case(lambda: None, run, most=3) for run in (errors, compared_once, explained, context_methods)}
 CASES["sharded parameters"] = Case(unsharded, sharded, most=4)
