@@ -89,7 +89,8 @@ def preceding_routes(partition: Partition, rank: int, count: int | None) -> Rout
     found: list[tuple[Source, ...]] = [() for _ in partition.pieces[rank]]
     for chain in partition.chains:
         for place, piece in enumerate(chain):
-            missing, sources = piece.done if count is None else min(piece.done, count), list[Source]()
+            missing = piece.done if count is None else min(piece.done, count)
+            sources: list[Source] = []  # PyTorch's compiler cannot trace a call of `list[Source]`
             for before in reversed(chain[:place]):
                 n = min(missing, before.length)
                 if n == 0:

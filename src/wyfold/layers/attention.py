@@ -182,12 +182,17 @@ def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> 
     """PyTorch's attention on [B, T, H, D] tensors; without a mask causal, the last query seeing the last key."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = bool(k.shape[1] != q.shape[1])  # a tensor while torch.jit traces
-    if mask is None and k.shape[2] != q.shape[2]:
-        from torch.nn.attention.bias import causal_lower_right  # imports PyTorch's compiler, for seconds
-
+    T, S = q.shape[2], k.shape[2]
+    if mask is None and S != T:
         # On a GPU PyTorch has kernels that need no mask of T rows and S columns, for as many key heads as query heads.
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        causal: Any = causal_lower_right(q.shape[2], k.shape[2])
+        causal: Any
+        if torch.compiler.is_compiling():  # which cannot trace the object that selects those kernels
+            causal = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+        else:
+            from torch.nn.attention.bias import causal_lower_right  # imports PyTorch's compiler, for seconds
+
+            causal = causal_lower_right(T, S)
         o = scaled_dot_product_attention(q, k, v, attn_mask=causal)
     else:
         o = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
