@@ -6,7 +6,11 @@ configuration of its table, the arguments of the real launch, and Triton's speci
 
     python -m tests.compile.aot                            every call for every architecture, as a table
     python -m tests.compile.aot -a sm_90 -c float32        some of them
+    python -m tests.compile.aot -j 16                      in 16 processes
     python -m tests.compile.aot --allow                    records their spills in allowances.json
+
+AMD's architectures have no Gluon kernels. For them a process pretends to have PyTorch for ROCm, which device functions
+ask for when they are imported. Only whether the kernels compile and fit is checked there; none has run on such a GPU.
 """
 
 import argparse
@@ -82,9 +86,16 @@ SHARED = {
     "sm_89": 99 * KIB,
     "sm_90": 227 * KIB,
     "sm_100": 227 * KIB,
+    "sm_103": 227 * KIB,
     "sm_120": 99 * KIB,
+    "sm_121": 99 * KIB,
+    "gfx942": 64 * KIB,
+    "gfx950": 160 * KIB,
 }
-"""Bytes of shared memory available to one block."""
+"""Bytes of shared memory available to one block, of every architecture that kernels are compiled for."""
+
+AMD = "gfx"
+"""Start of the names of AMD's architectures."""
 
 
 @dataclass(frozen=True)
@@ -289,8 +300,9 @@ class FakeDriver:
     def __init__(self, architecture: str):
         from triton.backends.compiler import GPUTarget
 
-        self.number = int(architecture.removeprefix("sm_"))
-        self.target = GPUTarget("cuda", self.number, 32)
+        amd = architecture.startswith(AMD)
+        self.number = int(architecture.removeprefix(AMD if amd else "sm_"))
+        self.target = GPUTarget("hip", architecture, 64) if amd else GPUTarget("cuda", self.number, 32)
 
     def get_current_target(self) -> Any:
         return self.target
@@ -376,7 +388,7 @@ def code(kernel: Any, *arguments: Any, **options: Any) -> tuple[Any, str]:
 
 def passes_are_known() -> bool:
     """Whether this Triton has the passes that `cache_frontend` and `cache_layout_passes` were written for."""
-    return triton_support.triton_version().startswith(f"{RECORDED_TRITON}.")
+    return triton_support.triton_version().startswith(f"{RECORDED_TRITON}.") and not torch.version.hip
 
 
 def cached_module(kind: str, source: str, make: Callable[[], Any], context: Any, name: str = ANY_ARCHITECTURE) -> Any:
@@ -498,6 +510,8 @@ def explained_rows(call: Call, architecture: str) -> set[tuple[str, str]]:
 def usage(kernel: Any, log: str) -> Usage:
     """Resources of a compiled kernel, from the assembler's log. Cached on disk, next to the compiler's cache."""
     kept = CACHE / f"{kernel.hash}.use.json"
+    if "amdgcn" in kernel.asm:
+        return amd_usage(kernel)
     if not kept.exists():
         log = log if "spill stores" in log else assembler_log(kernel)
         spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
@@ -512,6 +526,13 @@ def usage(kernel: Any, log: str) -> Usage:
         )
         kept.write_text(json.dumps(asdict(found)))
     return Usage(**json.loads(kept.read_text()))
+
+
+def amd_usage(kernel: Any) -> Usage:
+    """Resources of a kernel compiled for AMD, from the notes in its assembly. Spilled scalars stay in registers."""
+    notes = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", kernel.asm["amdgcn"]))
+    registers, spilled = int(notes["vgpr_count"]), int(notes["private_segment_fixed_size"])
+    return Usage(kernel.metadata.name, kernel.metadata.shared, registers, spilled, 0, False, [])
 
 
 def assembler_log(kernel: Any) -> str:
@@ -537,12 +558,13 @@ def violations(call: Call | ServingCall | RankCall, architecture: str, found: li
     """Resource limits and allowances that the kernels of a call exceed; empty if none."""
     recorded = allowances()
     minor = ".".join(triton_support.triton_version().split(".")[:2])
-    allowed = recorded.get(minor, {}).get(architecture) or recorded.get(RECORDED_TRITON, {}).get(architecture, {})
+    name = kernel_configs.borrowed_from(architecture)
+    allowed = recorded.get(minor, {}).get(name) or recorded.get(RECORDED_TRITON, {}).get(name, {})
     wrong = []
     for u in found:
         if u.shared > SHARED[architecture]:
             wrong.append(f"{u.kernel}: {u.shared} bytes of shared memory, {SHARED[architecture]} are available")
-        if u.spilled > allowed.get(f"{call}: {u.kernel}", 0):
+        if u.spilled > allowed.get(f"{call}: {u.kernel}", 0) and not architecture.startswith(AMD):
             wrong.append(f"{u.kernel}: spills {u.spilled} bytes, {allowed.get(f'{call}: {u.kernel}', 0)} are allowed")
         if u.serialized and not allowed.get(f"{call}: {u.kernel}: serialized"):
             wrong.append(f"{u.kernel}: its matrix products are serialized")
@@ -763,28 +785,24 @@ RANK_CALLS = RankCall(), RankCall("float32", 24, 40)
 
 def calls(architecture: str) -> tuple[Call | ServingCall | RankCall, ...]:
     """Calls that are compiled for one architecture."""
-    return *CALLS, *SERVING_CALLS, *RANK_CALLS, *PER_ARCHITECTURE.get(architecture, ())
+    more = PER_ARCHITECTURE.get(kernel_configs.borrowed_from(architecture), ())
+    return *CALLS, *SERVING_CALLS, *RANK_CALLS, *more
 
 
-def compile_calls(
-    architecture: str, word: str, wide: bool
-) -> list[tuple[Call | ServingCall | RankCall, list[Usage], str]]:
-    """Compile every call whose name contains the word, for one architecture.
+def pretend_rocm() -> None:
+    """Make this process that of PyTorch for ROCm, before a device function is imported."""
+    assert "wyfold.tile.index.triton" not in sys.modules, "device functions have been imported for NVIDIA"
+    torch.version.hip = "6.4"
 
-    Returns:
-        Each call with the resources of its kernels, and the error if one of them does not compile. Other calls are
-        compiled then too.
-    """
-    found = []
-    for call in (*calls(architecture), *(EXTENDED if wide else ())):
-        if word not in str(call):
-            continue
-        try:
-            found.append((call, compiled(call, architecture, whole=wide), ""))
-        except Exception as error:  # the compiler's passes, its front end and the assembler each raise their own
-            traceback.print_exc()
-            found.append((call, [], f"does not compile: {type(error).__name__}: {error}"))
-    return found
+
+def compile_call(task: tuple[str, Call | ServingCall | RankCall], wide: bool) -> list[Usage] | str:
+    """Resources of a call's kernels on an architecture, or the reason why they did not compile."""
+    architecture, call = task
+    try:
+        return compiled(call, architecture, whole=wide)
+    except Exception as error:  # the compiler's passes, its front end and the assembler each raise their own
+        traceback.print_exc()
+        return f"does not compile: {type(error).__name__}: {error}"
 
 
 def main() -> int:
@@ -793,25 +811,39 @@ def main() -> int:
     parser.add_argument("-c", "--call", default="", help="only calls whose name contains this")
     parser.add_argument("--narrow", action="store_true", help="only what `make test` compiles")
     parser.add_argument("--allow", action="store_true", help="record the spills that were found as allowed")
+    parser.add_argument("-j", "--jobs", type=int, default=2, help="processes (default: %(default)s)")
     args = parser.parse_args()
-    architectures, wrong, allowed = args.architecture or list(SHARED), [], allowances()
+    wrong, allowed = [], allowances()
     minor = ".".join(triton_support.triton_version().split(".")[:2])
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as workers:
-        for architecture, found in zip(
-            architectures, workers.map(partial(compile_calls, word=args.call, wide=not args.narrow), architectures)
-        ):
-            for call, kernels, failure in found:
-                for u in kernels:
-                    marks = f"{u.registers:4d} registers {u.shared:7d} shared {u.spilled:6d} spilled"
-                    print(f"{architecture:7} {call!s:60} {u.kernel:32} {marks}{'  serialized' * u.serialized}")
-                if args.allow and not failure:
-                    record(allowed.setdefault(minor, {}).setdefault(architecture, {}), call, kernels)
-                texts = [failure] if failure else violations(call, architecture, kernels)
-                wrong += [f"{architecture} {call}: {text}" for text in texts]
+    tasks = [
+        (architecture, call)
+        for architecture in args.architecture or SHARED
+        for call in (*calls(architecture), *(() if args.narrow else EXTENDED))
+        if args.call in str(call)
+    ]
+    for amd, prepare in ((False, None), (True, pretend_rocm)):
+        chosen = [task for task in tasks if task[0].startswith(AMD) is amd]
+        with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn"), initializer=prepare) as workers:
+            made = workers.map(partial(compile_call, wide=not args.narrow), chosen)
+            for (architecture, call), found in zip(chosen, made, strict=True):
+                wrong += report(architecture, call, found)
+                if args.allow and not amd and not isinstance(found, str):
+                    record(allowed.setdefault(minor, {}).setdefault(architecture, {}), call, found)
     if args.allow:
         ALLOWANCES.write_text(json.dumps(allowed, indent=1, sort_keys=True) + "\n")
     print(*wrong, f"{len(wrong)} failed or over what is allowed", sep="\n")
     return 1 if wrong else 0
+
+
+def report(architecture: str, call: Call | ServingCall | RankCall, found: list[Usage] | str) -> list[str]:
+    """Print a line for each kernel of a call, and return what is wrong with them."""
+    if isinstance(found, str):
+        print(f"{architecture:7} {call!s:60} does not compile", flush=True)
+        return [f"{architecture} {call}: {found}"]
+    for u in found:
+        marks = f"{u.registers:4d} registers {u.shared:7d} shared {u.spilled:6d} spilled"
+        print(f"{architecture:7} {call!s:60} {u.kernel:32} {marks}{'  serialized' * u.serialized}", flush=True)
+    return [f"{architecture} {call}: {text}" for text in violations(call, architecture, found)]
 
 
 def record(allowed: dict[str, int], call: Call | ServingCall | RankCall, kernels: list[Usage]) -> None:

@@ -51,11 +51,7 @@ def blocking_loads(sass: str) -> list[str]:
 
     The whole warp waits for such a load.
     """
-    found = []
-    for body in mma_loops(sass):
-        loaded = {x for text in body for x in re.findall(r"LDG\.E\S* (R\d+),", text)}
-        found += [text for text in body for x in re.findall(r"R2UR UR\d+, (R\d+)", text) if x in loaded]
-    return found
+    return [text for body in mma_loops(sass) for text in _uniform_moves(body, r"LDG\.E\S* R(\d+),", 1)]
 
 
 def reloaded_addresses(sass: str) -> list[str]:
@@ -63,11 +59,30 @@ def reloaded_addresses(sass: str) -> list[str]:
 
     Such values are addresses of tiles that were computed before the loop and spilled.
     """
-    found = []
-    for body in mma_loops(sass):
-        loaded = {f"R{int(x) + n}" for text in body for x in re.findall(r"LDL\S* R(\d+),", text) for n in range(4)}
-        found += [text for text in body for x in re.findall(r"R2UR UR\d+, (R\d+)", text) if x in loaded]
-    return found
+    return [text for body in mma_loops(sass) for text in _uniform_moves(body, r"LDL\S* R(\d+),", 4)]
+
+
+def _uniform_moves(body: list[str], load: str, width: int) -> list[str]:
+    """Moves to a warp-uniform register of a value that a load in the loop left in a register.
+
+    Args:
+        body: Instructions of a loop, which is passed twice: a value may be moved in the next iteration.
+        load: Pattern of a load and the number of its first register.
+        width: Registers that a load may write.
+    """
+    loaded: set[int] = set()
+    found = set()
+    for n, text in (*enumerate(body), *enumerate(body)):
+        moved = re.search(r"R2UR UR\d+, R(\d+)", text)
+        if moved and int(moved[1]) in loaded:
+            found.add(n)
+        written = re.match(r"(?!@|ST|UTMA)([A-Z]\S*) (?:P\d+, )*R(\d+)", re.sub(r"\s+", " ", text))
+        if written:  # under a predicate, the loaded value may stay
+            registers = 4 if ".128" in written[1] else 2 if ".64" in written[1] or ".WIDE" in written[1] else 1
+            loaded -= set(range(int(written[2]), int(written[2]) + registers))
+        for first in re.findall(load, text):
+            loaded |= set(range(int(first), int(first) + width))
+    return [body[n] for n in sorted(found)]
 
 
 def mma_loops(sass: str) -> list[list[str]]:

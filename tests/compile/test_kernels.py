@@ -1,6 +1,8 @@
 """Every shipped launch configuration compiles for its architecture, fits, and spills no more than is recorded."""
 
 import importlib.util
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ from wyfold.runtime import kernel_configs, triton_support
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
-ARCHITECTURES = tuple(aot.SHARED)
+ARCHITECTURES = tuple(name for name in aot.SHARED if kernel_configs.borrowed_from(name) == name)
 COMPILED_HERE = ("sm_90", "sm_89")
 """The architecture with Gluon kernels, and one with the least shared memory. `make compile` compiles for all."""
 
@@ -115,6 +117,29 @@ def test_no_kernel_is_left_out(architecture: str):
         with aot.pretend_gpu(architecture, launched):
             call.run()
     assert not found[False] - found[True]
+
+
+def test_every_launch_decides_about_fused_multiply_adds():
+    """Triton's default depends on its version, and 3.9 warns where it is taken."""
+    undecided = set()
+
+    def launched(kernel, *_, **options) -> None:
+        if "enable_fp_fusion" not in options:
+            undecided.add(kernel.fn.__name__)
+
+    for call in aot.calls("sm_90"):
+        with aot.pretend_gpu("sm_90", launched):
+            call.run()
+    assert not undecided
+
+
+@pytest.mark.long
+def test_kernels_compile_for_amd():
+    """In another process, which pretends to have PyTorch for ROCm. `make compile` compiles all calls."""
+    words = ["--narrow", "-j", "1", "-a", "gfx942", "-a", "gfx950", "-c", "chunk_gated_delta_rule float16"]
+    done = subprocess.run([sys.executable, "-m", "tests.compile.aot", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sum(" registers " in line for line in done.stdout.splitlines()) == 10
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -13,12 +13,16 @@ UNIFORM = """
 .L_x_1:
         /*0020*/                   LDG.E R6, desc[UR4][R2.64] ;
         /*0030*/                   HGMMA.64x64x16.F32.BF16 R120, R180, gdesc[UR12], RZ, !UPT ;
+        /*0038*/                   LDG.E R8, desc[UR4][R2.64] ;
+        /*003c*/                   IMAD.WIDE.U32 R8, R7, UR9, RZ ;
+        /*003d*/                   LDG.E R9, desc[UR4][R2.64] ;
+        /*003e*/                   LDS.128 R8, [UR5] ;
         /*0040*/              @!P4 R2UR UR34, {} ;
         /*0050*/               @P0 BRA `(.L_x_1) ;
 """
 
 
-@pytest.mark.parametrize("register, waits", [("R6", True), ("R4", False)])
+@pytest.mark.parametrize("register, waits", [("R6", True), ("R4", False), ("R8", False), ("R9", False)])
 def test_a_blocking_load_is_found(register: str, waits: bool):
     assert bool(blocking_loads(UNIFORM.format(register))) is waits
 

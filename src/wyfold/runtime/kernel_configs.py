@@ -197,13 +197,15 @@ def compiled(module: ModuleType, device: torch.device) -> dict[str, dict[Any, An
 
 @functools.cache
 def _table(architecture: str) -> dict[str, dict[str, Config]]:
+    # Borrowed by AMD's GPUs, which have less shared memory and no limit of registers as an option.
+    nvidia = architecture.startswith("sm_")
     return {
         kernel: {
             name: Config(
                 row["warps"],
-                row["stages"],
+                row["stages"] if nvidia else 1,
                 {block: size for block, size in row.items() if block.isupper()},
-                row.get("registers"),
+                row.get("registers") if nvidia else None,
             )
             for name, row in rows.items()
         }

@@ -23,6 +23,9 @@ Narrower 16-bit operands are read from outside shared memory on Hopper in some k
 (docs/facts/hopper.md, H200-4).
 """
 
+TF32: tl.constexpr = tl.constexpr("ieee" if torch.version.hip else "tf32")
+"""Precision of products whose operands have at most TF32's bits, and of bfloat16. AMD's GPUs have no TF32."""
+
 
 def operand(dtype: torch.dtype) -> tl.dtype:
     """OP of `mm`: the dtype operands are rounded to."""
@@ -37,7 +40,7 @@ def workspace(dtype: torch.dtype) -> torch.dtype:
 @functools.cache
 def precision(dtype: torch.dtype) -> str:
     """PRECISION of `mm`; ignored where the operands are bfloat16."""
-    if interpreting():
+    if interpreting() or torch.version.hip:
         return "ieee"
     return {torch.float32: "tf32x3", torch.float16: "tf32 to nearest"}.get(dtype, "tf32")
 
@@ -55,7 +58,7 @@ def contracts(dtype: torch.dtype) -> bool:
 @functools.cache
 def exact(dtype: torch.dtype) -> str:
     """EXACT of `mm_exact`."""
-    if interpreting():
+    if interpreting() or torch.version.hip:
         return "ieee"
     return "tf32x3" if dtype == torch.float32 else "bf16x3"
 
@@ -64,9 +67,9 @@ def exact(dtype: torch.dtype) -> str:
 def mm(a, b, acc, OP: tl.constexpr, PRECISION: tl.constexpr):
     """acc + a b, operands rounded to OP, and to TF32 where PRECISION says so, since the unit alone truncates."""
     if OP == tl.float32 and PRECISION == "tf32 to nearest":
-        return tl.dot(nearest_tf32(a), nearest_tf32(b), acc, input_precision="tf32")
+        return tl.dot(nearest_tf32(a), nearest_tf32(b), acc, input_precision=TF32)
     else:
-        return tl.dot(a.to(OP), b.to(OP), acc, input_precision="tf32" if OP == tl.bfloat16 else PRECISION)
+        return tl.dot(a.to(OP), b.to(OP), acc, input_precision=TF32 if OP == tl.bfloat16 else PRECISION)
 
 
 @triton.jit
@@ -126,9 +129,9 @@ def mm_exact(a, b, acc, EXACT: tl.constexpr):
     elif EXACT == "tf32x3":
         a_high, a_low = tf32_parts(a)
         b_high, b_low = tf32_parts(b)
-        acc = tl.dot(a_low, b_high, acc, input_precision="tf32")
-        acc = tl.dot(a_high, b_low, acc, input_precision="tf32")
-        return tl.dot(a_high, b_high, acc, input_precision="tf32")
+        acc = tl.dot(a_low, b_high, acc, input_precision=TF32)
+        acc = tl.dot(a_high, b_low, acc, input_precision=TF32)
+        return tl.dot(a_high, b_high, acc, input_precision=TF32)
     else:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision=EXACT)
 
@@ -162,8 +165,8 @@ def self_products(a, acc, small, OP: tl.constexpr, PRECISION: tl.constexpr):
     """
     if OP == tl.float32 and PRECISION == "tf32x3":
         high, low = tf32_parts(a)
-        small = tl.dot(low, tl.trans(high), small, input_precision="tf32")
-        return tl.dot(high, tl.trans(high), acc, input_precision="tf32"), small
+        small = tl.dot(low, tl.trans(high), small, input_precision=TF32)
+        return tl.dot(high, tl.trans(high), acc, input_precision=TF32), small
     else:
         return mm(a, tl.trans(a), acc, OP, PRECISION), small
 
@@ -207,7 +210,7 @@ def nearest_tf32(x):
         return x.to(tl.float32)
 
 
-if interpreting():
+if interpreting() or torch.version.hip:
 
     @triton.jit
     def _nearest_tf32(x):

@@ -396,11 +396,20 @@ def prefetch_tile(p, i_tile, SIZE: tl.constexpr):
     _prefetch(p + i_tile.to(tl.int64) * SIZE + tl.minimum(tl.arange(0, LINES) * STEP, SIZE - 1))
 
 
-@triton.jit
-def _prefetch(p):
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
+if torch.version.hip:
+
+    @triton.jit
+    def _prefetch(p):
+        """No-op: an AMD GPU has no such instruction."""
+        tl.static_assert(p.dtype.is_ptr())
+
+else:
+
+    @triton.jit
+    def _prefetch(p):
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
