@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 
 import torch
 
@@ -43,4 +44,4 @@ def test_the_text_groups_operators_by_the_reason(capsys):
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
     assert "not triton\n" in said
-    assert "chunk_delta_rule, chunk_gated_delta_rule, chunk_kda" in said
+    assert re.search(r"has no ttt_open launch in this version: fused_recurrent_ttt_linear\b", said)

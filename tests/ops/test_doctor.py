@@ -1,5 +1,6 @@
 """`doctor`: the backend of every operator, the reasons against the others, and the machine's properties."""
 
+import dataclasses
 import importlib.util
 import inspect
 import re
@@ -94,6 +95,21 @@ def test_a_card_is_reported_with_the_status_of_its_kernels(version: str, archite
     kernels = {stage: cell["triton"] for stage, cell in report.cells.items() if "triton" in cell}
     assert {"prepare", "scan", "norm"} <= kernels.keys() and set(kernels.values()) == {card["triton"]}
     assert card["triton"] in str(report)
+
+
+def test_the_text_groups_operators_with_one_backend_and_one_reason():
+    report = wyfold.doctor()
+    on_cpu = tuple(service for service in report.services if service.device == "cpu")
+    report = dataclasses.replace(report, services=on_cpu)
+    text = str(report)
+    assert f"  all {len(on_cpu)} operators" in text and "solve_tril" not in text.partition("not triton")[0]
+    assert text.count(": all operators") == text.count(": all other operators") == 1
+    assert "launch in this version: fused_recurrent_ttt_linear" in text
+    first, *rest = on_cpu
+    mixed = str(dataclasses.replace(report, services=(dataclasses.replace(first, backend="triton"), *rest)))
+    for service in on_cpu:
+        assert re.search(rf"^  {service.operator} +cpu ", mixed, re.MULTILINE)
+    assert text.count("matplotlib") == 1
 
 
 def test_without_a_card_the_kernels_have_no_evidence(monkeypatch):

@@ -93,13 +93,21 @@ class DoctorReport:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        lines = [*_listed("hardware", self.hardware), *_listed("versions", self.versions)]
+        core = {name: version for name, version in self.versions.items() if name not in self.extras}
+        lines = [*_listed("hardware", self.hardware), *_listed("versions", core)]
         lines += ["known bad versions", *(f"  {text}" for text in self.known_bad or ("none",))]
         lines += [*_listed("extras", self.extras), *_listed("settings", self.settings), "operators"]
-        for service in self.services:
-            lines.append(f"  {service.operator:<32} {service.device:<5} {service.backend or 'refused'}")
+        lines += [
+            f"  {name:<32} {device:<5} {backend or 'refused'}"
+            for device in dict.fromkeys(service.device for service in self.services)
+            for name, backend in self._backends_on(device)
+        ]
         for backend, operators in self.reasons().items():
-            lines += [f"not {backend}", *(f"  {reason}: {', '.join(names)}" for reason, names in operators.items())]
+            lines.append(f"not {backend}")
+            for reason, names in operators.items():
+                if 2 * len(names) > len(self.services):
+                    names = ["all operators" if len(names) == len(self.services) else "all other operators"]
+                lines.append(f"  {reason}: {', '.join(names)}")
         lines.append("self-checks of kernels")
         for check in self.self_checks:
             when, answer = formatdate(check["when"]), "passed" if check["passed"] else check["refusal"]
@@ -107,6 +115,12 @@ class DoctorReport:
         if not self.self_checks:
             lines.append("  none")
         return "\n".join(lines)
+
+    def _backends_on(self, device: str) -> list[tuple[str, str | None]]:
+        """(operator, backend) on a device; a single row if all have one backend."""
+        found = [(service.operator, service.backend) for service in self.services if service.device == device]
+        backends = {backend for _, backend in found}
+        return [(f"all {len(found)} operators", *backends)] if len(backends) == 1 else found
 
     def reasons(self) -> dict[str, dict[str, list[str]]]:
         """Backend -> reason -> operators it was not chosen for, with their device if there are several devices."""
