@@ -56,11 +56,8 @@ def test_triangles():
 def test_every_operator_with_products_has_a_formula():
     """A new operator must have a formula or be listed as having no matrix products."""
     without = {"l2norm", "rms_norm_gated", "gate", "beta_sigmoid", "serve", "conv_serve", "after", "once"}
-    without |= {
-        "rank_maps",
-        "received",
-        "rank_exchange",
-    }  # maps that ranks exchange, which one process does not compute
+    # Maps that ranks exchange, which one process does not compute.
+    without |= {"rank_maps", "received", "rank_exchange"}
     names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("wyfold::")}
     names = {name.removeprefix("wyfold::") for name in names}
     unknown = {name for name in names - flops.FORMULAS.keys() if not any(word in name for word in without)}

@@ -307,7 +307,7 @@ def over_ranks(given: None, group: dist.ProcessGroup) -> None:
     o, _ = wyfold.chunk_delta_rule(q, q, q, cp_context=context, **flags)
     o.sum().backward()
     found = {trial.operator: outcome.state for (trial, _), outcome in self_check._outcomes.items()}
-    assert found == {"delta_fwd": "passed", "rank_exchange": "passed"} and q.grad.isfinite().all()
+    assert found == {"delta_fwd": "passed", "delta_rank_exchange": "passed"} and q.grad.isfinite().all()
 
 
 def refused_on_one_rank(given: None, group: dist.ProcessGroup) -> None:

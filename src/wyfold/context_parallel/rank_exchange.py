@@ -30,7 +30,7 @@ def exchange_trials(options: DeltaOptions, q: Tensor, v: Tensor) -> tuple[Trial,
     tails = Sample("map", torch.float32, "", (6, HV, K, V + K))
     forward = Trial(
         f"{options.operator} over ranks",
-        "rank_exchange",
+        "delta_rank_exchange",
         (tokens, gathered, tails),
         (False, "triton"),
         ("outer", "borders", "sent"),
@@ -74,7 +74,7 @@ def _exchange_fake(
 
 
 register(
-    "rank_exchange(Tensor tokens, Tensor gathered, Tensor tails, bool back, str backend) "
+    "delta_rank_exchange(Tensor tokens, Tensor gathered, Tensor tails, bool back, str backend) "
     "-> (Tensor outer, Tensor borders, Tensor sent)",
     _exchange,
     _exchange_fake,
