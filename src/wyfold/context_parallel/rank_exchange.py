@@ -40,14 +40,14 @@ def exchange_trials(options: DeltaOptions, q: Tensor, v: Tensor) -> tuple[Trial,
     return (forward, forward._replace(values=(True, "triton"))) if options.save else (forward,)
 
 
-def _exchange(tokens: Tensor, gathered: Tensor, tails: Tensor, back: bool, backend: str) -> tuple[Tensor, ...]:
+def _exchange(tokens: Tensor, gathered: Tensor, tails: Tensor, reverse: bool, backend: str) -> tuple[Tensor, ...]:
     """Apply gathered maps along `ROUTES`, and pack the states at their ends.
 
     Args:
         tokens: Any tensor with the dtype of the call's tokens, which sets the precision of products.
         gathered: [world, rows, B, HV, K, V + K], as of `rank_carry`.
         tails: [routes B, HV, K, V + K] maps of the tokens after the last full chunk; forward `rank_send` applies them.
-        back: Whether the states are gradients.
+        reverse: Whether the states are gradients.
         backend: "eager" or "triton".
 
     Returns:
@@ -61,20 +61,20 @@ def _exchange(tokens: Tensor, gathered: Tensor, tails: Tensor, back: bool, backe
     precision = {} if backend == "eager" else {"dtype": tokens.dtype}
     routes = torch.tensor(ROUTES, device=gathered.device)
     ends = StateRows(outer, rows), StateRows(borders, rows)
-    stage.rank_carry(gathered, routes, *ends, tails if back else None, back=back, **precision)
-    stage.rank_send(ends[1], None if back else tails, sent, **precision)
+    stage.rank_carry(gathered, routes, *ends, tails if reverse else None, reverse=reverse, **precision)
+    stage.rank_send(ends[1], None if reverse else tails, sent, **precision)
     return outer.contiguous(), borders.contiguous(), sent
 
 
 def _exchange_fake(
-    tokens: Tensor, gathered: Tensor, tails: Tensor, back: bool, backend: str
+    tokens: Tensor, gathered: Tensor, tails: Tensor, reverse: bool, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     states = gathered.new_empty(*tails.shape[:3], tails.shape[3] - tails.shape[2])
     return states, states.clone(), torch.empty_like(tails)
 
 
 register(
-    "delta_rank_exchange(Tensor tokens, Tensor gathered, Tensor tails, bool back, str backend) "
+    "delta_rank_exchange(Tensor tokens, Tensor gathered, Tensor tails, bool reverse, str backend) "
     "-> (Tensor outer, Tensor borders, Tensor sent)",
     _exchange,
     _exchange_fake,
