@@ -119,8 +119,8 @@ class DoctorReport:
     def _backends_on(self, device: str) -> list[tuple[str, str | None]]:
         """(operator, backend) on a device; a single row if all have one backend."""
         found = [(service.operator, service.backend) for service in self.services if service.device == device]
-        backends = {backend for _, backend in found}
-        return [(f"all {len(found)} operators", *backends)] if len(backends) == 1 else found
+        alike = len({backend for _, backend in found}) == 1
+        return [(f"all {len(found)} operators", found[0][1])] if alike else found
 
     def reasons(self) -> dict[str, dict[str, list[str]]]:
         """Backend -> reason -> operators it was not chosen for, with their device if there are several devices."""
