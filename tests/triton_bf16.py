@@ -52,14 +52,19 @@ def narrow(x: TensorHandle) -> TensorHandle:
 
 
 def in_float32(method: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
-    """Wrap a builder's method: bfloat16 operands are computed with in float32, and the result is rounded once."""
+    """Wrap a builder's method: bfloat16 operands are computed with in float32, and the result is rounded once.
+
+    The result of a comparison has the boolean type. The interpreter gives it the type of the operands, to which 3.9
+    converts the booleans where it makes a tile of one.
+    """
 
     @functools.wraps(method)
     def computed(self: InterpreterBuilder, *arguments: Any) -> TensorHandle:
-        if not any(map(is_bf16, arguments)):
-            return method(self, *arguments)
-        result = method(self, *map(wide, arguments))
-        return narrow(result) if result.data.dtype == np.float32 else result  # comparisons give booleans
+        in_bf16 = any(map(is_bf16, arguments))
+        result = method(self, *map(wide, arguments)) if in_bf16 else method(self, *arguments)
+        if result.data.dtype == np.bool_:
+            return TensorHandle(result.data, tl.int1)
+        return narrow(result) if in_bf16 and result.data.dtype == np.float32 else result
 
     return computed
 

@@ -214,10 +214,11 @@ def element_of(x: Any, kind: type) -> Any:
     if type(x) is int:
         fits = -(2**31) <= x < 2**31
     elif type(x) is float:
-        fits = kind is np.float32 and (x == 0 or 2**-126 <= abs(x) < 2**127)
+        negative_zero = x == 0 and math.copysign(1, x) < 0  # whose sign Triton's constants keep from 3.9 on
+        fits = kind is np.float32 and (x == 0 or 2**-126 <= abs(x) < 2**127) and not negative_zero
     else:
         fits = False
-    return kind(x or 0) if fits else None  # Triton's constant zero has no sign
+    return kind(x) if fits else None
 
 
 def numpy_operands(x: tensor, y: Any) -> tuple[Any, tl.dtype, tl.dtype] | None:
@@ -251,7 +252,9 @@ def elementwise(compute: Callable[..., Any], reflected: bool = False, compares: 
                 return original(x, y)
             other, scalar, kind = given
             found = compute(other, x.handle.data) if reflected else compute(x.handle.data, other)
-            return tensor(TensorHandle(found, scalar), broadcast_type(tl.int1, kind, kind) if compares else kind)
+            if compares:
+                return tensor(TensorHandle(found, tl.int1), broadcast_type(tl.int1, kind, kind))
+            return tensor(TensorHandle(found, scalar), kind)
 
         return computed
 
