@@ -219,7 +219,7 @@ def python_of(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S)
 
 
-PAGES = ("README.md", "docs/first_calls.md", "docs/packing.md", "docs/serving.md", "docs/states.md")
+PAGES = ("README.md", "docs/explain.md", "docs/first_calls.md", "docs/packing.md", "docs/serving.md", "docs/states.md")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -40,8 +40,6 @@ def test_the_text_says_how_to_install_missing_packages(monkeypatch, capsys):
     assert 'not installed; pip install "wyfold[cli]"' in capsys.readouterr().out
 
 
-def test_the_text_groups_operators_by_the_reason(capsys):
+def test_the_text_begins_with_what_runs(capsys):
     assert main(["doctor"]) == 0
-    said = capsys.readouterr().out
-    assert "not triton\n" in said
-    assert re.search(r"has no ttt_open launch in this version: fused_recurrent_ttt_linear\b", said)
+    assert re.match(r"CPU only: every operator|GPU: \d+ of \d+ operators", capsys.readouterr().out)

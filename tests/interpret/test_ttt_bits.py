@@ -218,5 +218,5 @@ def test_unsupported_calls_are_refused(device):
     with pytest.raises(UnsupportedError, match="does not compute in float64"):
         wyfold.chunk_ttt_linear(**wide)
     token = {name: a[name] for name in ("q", "k", "v", "w", "b", "eta", "backend")}
-    with pytest.raises(UnsupportedError, match="has no ttt_open launch"):
+    with pytest.raises(UnsupportedError, match="has no kernel for this operator"):
         wyfold.fused_recurrent_ttt_linear(**token)

@@ -384,7 +384,7 @@ def test_doctor_lists_the_checks_of_this_toolchain(machine, monkeypatch):
     assert "with gradients) on card sm_103 (sm_103): passed" in said and "allowed are 6.0e-03" in said
     machine.toolchain(triton="4.0.0")
     assert wyfold.doctor().self_checks == ()
-    assert str(wyfold.doctor()).endswith("self-checks of kernels\n  none")
+    assert "self-checks of kernels" in said and "self-checks of kernels" not in str(wyfold.doctor())
 
 
 def test_the_time_of_a_check_is_that_of_its_file(machine, tmp_path):

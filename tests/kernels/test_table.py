@@ -60,7 +60,9 @@ def test_every_kernel_file_has_its_row():
 def test_a_launch_without_a_kernel_is_refused_by_name(stage: str, card):
     card("sm_90", "3.6.0")
     reasons = refused(stages={"forward": (stage,)})
-    assert reasons["triton"] == f"has no {stage} launch in this version"
+    assert reasons["triton"] == (
+        f'has no kernel for this operator in this version (step {stage}); backend="eager" serves it'
+    )
     assert 'ask for it with backend="eager"' in reasons["eager"]
 
 
@@ -176,7 +178,7 @@ def test_tensors_off_cuda_default_to_eager(card):
 def test_triton_on_the_cpu_requires_the_interpreter(card, monkeypatch):
     card("sm_90", "3.6.0")
     monkeypatch.setattr(triton_support, "can_interpret", lambda: False)
-    assert "runs on CUDA tensors" in refused(device=CPU, backend="triton")["triton"]
+    assert "need a CUDA GPU" in refused(device=CPU, backend="triton")["triton"]
     monkeypatch.setattr(triton_support, "can_interpret", lambda: True)
     monkeypatch.setattr(triton_support, "_repaired_interpreter", False)
     assert "TRITON_INTERPRET=1" in refused(device=CPU, backend="triton")["triton"]

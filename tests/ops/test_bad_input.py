@@ -539,7 +539,12 @@ kind(
 )
 kind("an unknown backend", "backend", "'eager', 'triton', 'gluon'", "'cuda'", {"backend": "cuda"})
 kind(
-    "a backend that stands in", "backend", "cannot serve", "stand in for", {"backend": "gluon"}, error=UnsupportedError
+    "a backend that stands in",
+    "backend",
+    "cannot serve",
+    "cannot be chosen",
+    {"backend": "gluon"},
+    error=UnsupportedError,
 )
 
 

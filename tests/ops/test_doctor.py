@@ -29,8 +29,8 @@ def test_every_operator_is_listed_with_its_backend_and_reasons():
         assert service.backend == "eager"
         assert service.forward
         assert set(service.refused) == {"triton", "gluon"}
-        assert "has no " in service.refused["triton"] or "not on CUDA" in service.refused["triton"]
-        assert "stand in for" in service.refused["gluon"]
+        assert "has no " in service.refused["triton"] or "these are on cpu" in service.refused["triton"]
+        assert "cannot be chosen" in service.refused["gluon"]
 
 
 def test_the_reported_backend_runs():
@@ -102,14 +102,62 @@ def test_the_text_groups_operators_with_one_backend_and_one_reason():
     on_cpu = tuple(service for service in report.services if service.device == "cpu")
     report = dataclasses.replace(report, services=on_cpu)
     text = str(report)
-    assert f"  all {len(on_cpu)} operators" in text and "solve_tril" not in text.partition("not triton")[0]
-    assert text.count(": all operators") == text.count(": all other operators") == 1
-    assert "launch in this version: fused_recurrent_ttt_linear" in text
+    assert f"  all {len(on_cpu)} operators" in text and "solve_tril" not in text
     first, *rest = on_cpu
     mixed = str(dataclasses.replace(report, services=(dataclasses.replace(first, backend="triton"), *rest)))
     for service in on_cpu:
         assert re.search(rf"^  {service.operator} +cpu ", mixed, re.MULTILINE)
     assert text.count("matplotlib") == 1
+
+
+def without_a_gpu(monkeypatch) -> str:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return str(wyfold.doctor())
+
+
+def test_without_a_gpu_the_text_says_that_this_is_normal_and_lists_no_other_backend(monkeypatch):
+    text = without_a_gpu(monkeypatch)
+    first = 'CPU only: every operator runs in PyTorch (backend "eager"); this is normal without a GPU'
+    assert text.splitlines()[0] == first
+    assert "not triton" not in text and "gluon" not in text
+    assert "known bad versions" not in text and "self-checks" not in text
+    assert re.search(r"^  gpus +none$", text, re.MULTILINE)
+
+
+def test_on_a_gpu_the_text_says_what_runs_in_kernels_and_why_the_rest_does_not(monkeypatch):
+    """The services of an H100, without one."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    report = wyfold.doctor()
+    on_cpu = [service for service in report.services if service.device == "cpu"]
+    by_request = {"eager": "on request only", "gluon": "cannot be chosen"}
+    on_gpu = [
+        dataclasses.replace(service, device="cuda", backend="triton", refused=by_request)
+        if service.operator != "fused_recurrent_ttt_linear"
+        else dataclasses.replace(service, device="cuda", backend=None, refused=by_request | {"triton": "has no kernel"})
+        for service in on_cpu
+    ]
+    text = str(dataclasses.replace(report, services=(*on_cpu, *on_gpu)))
+    some = f'GPU: {len(on_gpu) - 1} of {len(on_gpu)} operators run in kernels (backend "triton"); '
+    assert text.splitlines()[0] == some + '1 run on it only with backend="eager", in PyTorch'
+    reasons = [
+        "not eager",
+        "  on request only: all operators",
+        "not triton",
+        "  has no kernel: fused_recurrent_ttt_linear",
+    ]
+    assert text.splitlines()[-4:] == reasons
+    text = str(dataclasses.replace(report, services=(*on_cpu, *on_gpu[:2])))
+    assert text.splitlines()[0] == 'GPU: 2 of 2 operators run in kernels (backend "triton")'
+
+
+def test_an_operator_without_a_backend_on_the_cpu_keeps_its_reasons():
+    report = wyfold.doctor()
+    first, second = (service for service in report.services[:2])
+    lost = dataclasses.replace(first, backend=None, refused={"eager": "not here"})
+    text = str(dataclasses.replace(report, services=(lost, second)))
+    assert text.startswith("CPU only: not every operator runs; the reasons are below\n")
+    assert text.endswith("not eager\n  not here: all operators")
 
 
 def test_without_a_card_the_kernels_have_no_evidence(monkeypatch):

@@ -1,6 +1,10 @@
 """`explain` returns the plan of the call, runs nothing, and raises the errors of the call."""
 
+import re
 import threading
+import traceback
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +15,8 @@ from wyfold.autograd import delta as pipeline
 from wyfold.autograd import workspace
 from wyfold.kernels import table
 from wyfold.runtime import plan as plans
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs/explain.md").read_text(encoding="utf-8")
 
 OPERATORS = (
     wyfold.chunk_delta_rule,
@@ -38,13 +44,21 @@ def test_plans(op, monkeypatch):
     assert [launch.split(" ")[0] for launch in plan.forward] == stages
     assert [launch.split(" ")[0] for launch in plan.backward] == back
     assert all(f"(wyfold.kernels.{launch.split(' ')[0]}.eager)" in launch for launch in plan.forward + plan.backward)
-    assert plan.chunk_size == (64 if recurrent else 16)
+    assert plan.chunk_size == (None if recurrent else 16)
     assert plan.copies == plan.collectives == plan.compiles == ()
     assert set(plan.refused) == {"triton", "gluon"}
-    assert "stand in for" in plan.refused["gluon"]
+    assert "in place of a Triton kernel" in plan.refused["gluon"]
     assert "has no " in plan.refused["triton"] or "these are on cpu" in plan.refused["triton"]
-    for row in (op.__name__, "eager", "chunk size", "not triton", "prepare (wyfold.kernels.prepare.eager)"):
-        assert row in str(plan)
+    labels = {line[:12].strip() for line in str(plan).splitlines()}
+    assert labels == {
+        "operator",
+        "backend",
+        "forward",
+        "backward",
+        "not triton",
+        *([] if recurrent else ["chunk size"]),
+    }
+    assert "wyfold." not in str(plan) and "none" not in str(plan)
 
 
 def test_meta_tensors_suffice_and_size_is_free():
@@ -87,8 +101,31 @@ def test_errors_of_the_call():
         explain(wyfold.chunk_kda, q, q, q, head_first=True)
     with pytest.raises(UnsupportedError) as refused:
         explain(wyfold.chunk_kda, q, q, q, backend="gluon")
-    assert set(refused.value.reasons) == {"gluon"} and "stand in for" in refused.value.reasons["gluon"]
-    assert "stand in for" in str(refused.value)
+    assert set(refused.value.reasons) == {"gluon"} and "cannot be chosen" in refused.value.reasons["gluon"]
+    assert "cannot be chosen" in str(refused.value)
+
+
+def test_a_refusal_is_one_sentence_with_the_reason_and_the_remedy():
+    q = torch.randn(1, 40, 2, 16)
+    for call in (
+        lambda: explain(wyfold.chunk_kda, q, q, q, backend="triton"),
+        lambda: wyfold.l2norm(q, backend="triton"),
+    ):
+        with pytest.raises(UnsupportedError) as refused:
+            call()
+        text = str(refused.value)
+        assert text.count("\n") == 0 and "backend='triton' cannot serve this call on cpu: " in text
+        assert "need a CUDA GPU" in text and 'backend="eager"' in text
+        assert text.endswith(refused.value.reasons["triton"])
+
+
+def test_a_refusal_of_explain_has_no_frames_of_the_operator():
+    q = torch.randn(1, 40, 2, 16)
+    with pytest.raises(UnsupportedError) as refused:
+        explain(wyfold.chunk_kda, q, q, q, backend="triton")
+    frames = [frame.name for frame in traceback.extract_tb(refused.value.__traceback__)]
+    assert frames == ["test_a_refusal_of_explain_has_no_frames_of_the_operator", "explain"]
+    assert refused.value.__suppress_context__
 
 
 def test_explain_raises_the_calls_late_errors():
@@ -145,3 +182,47 @@ def test_explaining_in_one_thread_leaves_calls_in_others_alone():
 def test_a_name_is_no_operator():
     with pytest.raises(TypeError, match="explain: op must be an operator of wyfold, the function itself, got 'gdn'"):
         wyfold.explain("gdn", torch.zeros(1))
+
+
+def outputs_of(section: str) -> list[str]:
+    """The outputs that a section of the page shows."""
+    return re.findall(r"^```text\n(.*?)\n```", PAGE.partition(f"\n## {section}")[2].partition("\n## ")[0], re.M | re.S)
+
+
+def test_the_page_shows_what_is_printed(capsys):
+    names: dict[str, object] = {}
+    exec(re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)[0], names)
+    plan, refusal = outputs_of("Explain a call")
+    assert capsys.readouterr().out.strip() == plan
+    q, g = names["q"], names["g"]
+    with pytest.raises(UnsupportedError) as refused:
+        explain(wyfold.chunk_gated_delta_rule, q, q, q, g, g, backend="triton")
+    assert str(refused.value) == refusal
+    with wyfold.checked(), pytest.raises(ValueError, match=r"g must be <= 0") as illegal:
+        wyfold.chunk_gated_delta_rule(q, q, q, g + 0.5, g)
+    assert outputs_of("Check contents") == [str(illegal.value)]
+
+
+def test_the_page_has_every_field_of_a_plan():
+    section = PAGE.partition("\n## Explain a call")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `[^|]+\| `(\w+)` \|", section, re.M)
+    assert rows == [*dict.fromkeys(rows)] and set(rows) == {field.name for field in fields(plans.Plan)}
+
+
+def test_the_page_shows_how_doctor_begins_without_a_gpu(monkeypatch):
+    """Its lines and their names; the values are another machine's."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    report = wyfold.doctor()
+    (shown,) = outputs_of("Examine a machine")
+    printed = str(report).splitlines()
+    assert printed[0] == shown.splitlines()[0]
+    names = [[line.strip().partition("  ")[0] for line in text] for text in (printed, shown.splitlines())]
+    assert names[0][: len(names[1])] == names[1]
+
+
+def test_the_page_has_every_field_of_the_report():
+    section = PAGE.partition("\n## Examine a machine")[2].partition("\n## ")[0]
+    named = set(re.findall(r"^\|[^|]+\| `(\w+)[^|]*` \|", section, re.M))
+    assert named == {field.name for field in fields(wyfold.doctor())}

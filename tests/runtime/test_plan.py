@@ -4,18 +4,44 @@ import dataclasses
 
 import pytest
 
-from wyfold.runtime.plan import Plan, announce_plan, plan_of
+from wyfold.runtime.plan import Launch, Plan, announce_plan, plan_of
 
-PLAN = Plan("op", "eager", ("a (m.a)", "b (m.b)"), ("c (m.c)",), {"triton": "not here"}, 16, 3, ("x",))
+PLAN = Plan(
+    "op", "eager", ("a (m.eager)", "b (m.eager)"), ("c (m.gluon)",), {"triton": "not here", "gluon": "x"}, 16, 3, ("x",)
+)
 
 
-def test_its_text_names_everything():
-    lines = dict(line.split(None, 1) for line in str(PLAN).splitlines() if not line.startswith(("not", "chunk")))
-    assert lines["operator"] == "op" and lines["forward"] == "a (m.a), b (m.b)" and lines["backward"] == "c (m.c)"
-    assert lines["parts"] == "3" and lines["copies"] == "x" and lines["collectives"] == "none"
-    assert "chunk size   16" in str(PLAN) and "not triton   not here" in str(PLAN)
-    bare = Plan("op", "eager", ("a",), ())
-    assert "backward     none" in str(bare) and "chunk size   none" in str(bare)
+def test_its_text_names_everything_that_says_something():
+    assert str(PLAN).splitlines() == [
+        "operator     op",
+        "backend      eager (PyTorch)",
+        "forward      a, b",
+        "backward     c (gluon)",
+        "chunk size   16 tokens",
+        "parts        3, one after another, to bound memory",
+        "copied       x",
+        "not triton   not here",
+    ]
+    full = Plan(
+        "op", "triton", ("a (m.triton)",), (), {}, None, 0, (), ("all-gather",), (Launch("a", "fp32 K8", "default"),),
+        ("kernel_a",), 4, "not run",
+    )  # fmt: skip
+    assert str(full).splitlines() == [
+        "operator     op",
+        "backend      triton (GPU kernels)",
+        "forward      a",
+        "parts        0: no tokens",
+        "segments     up to 4 of a sequence, in parallel",
+        "sent         all-gather",
+        "settings     a (fp32 K8): default",
+        "to compile   kernel_a",
+        "self-check   not run",
+    ]
+
+
+def test_its_text_leaves_out_what_says_nothing():
+    bare = Plan("op", "eager", ("a",), (), {"gluon": "cannot be chosen"})
+    assert str(bare).splitlines() == ["operator     op", "backend      eager (PyTorch)", "forward      a"]
 
 
 def test_it_is_a_frozen_value():

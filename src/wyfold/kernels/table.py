@@ -143,7 +143,7 @@ def plan(
     if chosen is None:
         if backend is None:
             raise UnsupportedError(f"{operator}: no backend serves tensors on {device.type}", reasons)
-        message = f"{operator}: backend={backend!r} cannot serve this call on {device.type}"
+        message = f"{operator}: backend={backend!r} cannot serve this call on {device.type}: {reasons[backend]}"
         raise UnsupportedError(message, {backend: reasons[backend]})
     launches = (
         _launch_names(_launched_entries(forward, chosen, kept=kept)),
@@ -249,7 +249,7 @@ def selected_backend(stage: str, backend: str, key: str, device: torch.device) -
 def _load_module(stage: str, backend: str) -> ModuleType:
     entry = _entry(stage, backend)
     if entry is None:
-        raise UnsupportedError(f"{stage}: not served", {backend: "has no such launch in this version"})
+        raise UnsupportedError(f"{stage}: not served", {backend: "has no such step in this version"})
     return entry.load()
 
 
@@ -318,7 +318,8 @@ def _backend_refusal(
     entries = [_entry(stage, name) for stage in dict.fromkeys(stages)]
     missing = [stage for stage, entry in zip(dict.fromkeys(stages), entries, strict=True) if entry is None]
     if missing:
-        return f"has no {', '.join(missing)} launch in this version"
+        remedy = "" if name == "eager" else '; backend="eager" serves it'
+        return f"has no kernel for this operator in this version (step {', '.join(missing)}){remedy}"
     if name == "eager":
         return _EAGER_ON_REQUEST if device == "cuda" and requested is None else ""
     if device_refusal:
@@ -330,7 +331,9 @@ def _backend_refusal(
     return ""
 
 
-_GLUON_SUBSTITUTES = 'its kernels stand in for single launches of backend="triton", where configurations name them'
+_GLUON_SUBSTITUTES = (
+    'cannot be chosen itself: backend="triton" runs a Gluon kernel in place of a Triton kernel where it is faster'
+)
 
 _EAGER_ON_REQUEST = (
     'runs on CUDA tensors on request only; ask for it with backend="eager", '
@@ -344,12 +347,13 @@ def _device_refusal(device: torch.device, requested: str | None) -> str:
     if device.type == "cuda":
         return triton_support.support_of(device).refusal or triton_support.interpreter_refusal()
     if device.type != "cpu" or requested is None:
-        return f"chosen on request only for tensors that are not on CUDA; these are on {device.type}"
+        on_request = "; the interpreter of Triton runs on request only" if triton_support.interpreting() else ""
+        return f"runs on CUDA tensors; these are on {device.type}{on_request if device.type == 'cpu' else ''}"
     if requested != "triton":
         return f"the call says backend={requested!r}"
     if triton_support.can_interpret():
         return triton_support.interpreter_refusal()
-    return 'runs on CUDA tensors; these are on cpu, where backend="eager" runs'
+    return 'its kernels need a CUDA GPU; leave backend out, or give backend="eager", to run in PyTorch'
 
 
 @constant_to_compilers

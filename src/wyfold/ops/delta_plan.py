@@ -97,7 +97,7 @@ def _plan(
         forward=stages[0],
         backward=stages[1],
         dtypes=table.dtypes(*given),
-        chunk_size=chunk_size,
+        chunk_size=None if recurrent else chunk_size,
         parts=workspace.part_count(sizes["B"], sizes["T"], N if checked.packed else None, chunk_size, per_part),
         segments=cut.segments(-(-sizes["T"] // chunk_size)),
         collectives=() if context is None else _collectives(context, sizes),

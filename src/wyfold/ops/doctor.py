@@ -94,27 +94,59 @@ class DoctorReport:
 
     def __str__(self) -> str:
         core = {name: version for name, version in self.versions.items() if name not in self.extras}
-        lines = [*_listed("hardware", self.hardware), *_listed("versions", core)]
-        lines += ["known bad versions", *(f"  {text}" for text in self.known_bad or ("none",))]
+        gpus = "; ".join(
+            f"{gpu['name']} ({gpu['architecture']}, {gpu['memory_gib']} GiB): {gpu['triton']}"
+            for gpu in self.hardware["gpus"]
+        )
+        lines = [*self._summary(), "", *_listed("hardware", {**self.hardware, "gpus": gpus or "none"})]
+        lines += _listed("versions", core)
+        if self.known_bad:
+            lines += ["known bad versions", *(f"  {text}" for text in self.known_bad)]
         lines += [*_listed("extras", self.extras), *_listed("settings", self.settings), "operators"]
         lines += [
             f"  {name:<32} {device:<5} {backend or 'refused'}"
             for device in dict.fromkeys(service.device for service in self.services)
             for name, backend in self._backends_on(device)
         ]
-        for backend, operators in self.reasons().items():
-            lines.append(f"not {backend}")
-            for reason, names in operators.items():
-                if 2 * len(names) > len(self.services):
-                    names = ["all operators" if len(names) == len(self.services) else "all other operators"]
-                lines.append(f"  {reason}: {', '.join(names)}")
-        lines.append("self-checks of kernels")
+        lines += self._reasons_in_words()
+        if self.self_checks:
+            lines.append("self-checks of kernels")
         for check in self.self_checks:
             when, answer = formatdate(check["when"]), "passed" if check["passed"] else check["refusal"]
             lines.append(f"  {when}  {check['operator']} on {check['card']}: {answer}")
-        if not self.self_checks:
-            lines.append("  none")
         return "\n".join(lines)
+
+    def _summary(self) -> list[str]:
+        """One line on the backend of the operators for each kind of GPU call, or for the CPU alone."""
+        backends = {
+            device: [service.backend for service in self.services if service.device == device]
+            for device in dict.fromkeys(service.device for service in self.services)
+        }
+        if "cuda" not in backends:
+            if set(backends.get("cpu", ())) == {"eager"}:
+                return ['CPU only: every operator runs in PyTorch (backend "eager"); this is normal without a GPU']
+            return ["CPU only: not every operator runs; the reasons are below"]
+        found, kernels = backends["cuda"], backends["cuda"].count("triton")
+        refused = found.count(None)
+        rest = f'; {refused} run on it only with backend="eager", in PyTorch' if refused else ""
+        return [f'GPU: {kernels} of {len(found)} operators run in kernels (backend "triton"){rest}']
+
+    def _reasons_in_words(self) -> list[str]:
+        """Why operators do not run on the other backends.
+
+        Left out are operators in PyTorch on the CPU, where no other backend runs, and Gluon, which no call can choose.
+        """
+        services = [service for service in self.services if (service.device, service.backend) != ("cpu", "eager")]
+        lines = []
+        for backend, operators in dataclasses.replace(self, services=tuple(services)).reasons().items():
+            if backend == "gluon":
+                continue
+            lines.append(f"not {backend}")
+            for reason, names in operators.items():
+                if 2 * len(names) > len(services):
+                    names = ["all operators" if len(names) == len(services) else "all other operators"]
+                lines.append(f"  {reason}: {', '.join(names)}")
+        return lines
 
     def _backends_on(self, device: str) -> list[tuple[str, str | None]]:
         """(operator, backend) on a device; a single row if all have one backend."""
@@ -139,7 +171,8 @@ def doctor() -> DoctorReport:
     Runs no operator, changes nothing and downloads nothing.
 
     Returns:
-        DoctorReport, with fields for programs and `str` for people.
+        DoctorReport, with fields for programs and `str` for people. The text leaves out what says nothing on this
+        machine; every field is described in docs/explain.md.
 
     Examples:
         >>> import wyfold

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from wyfold.runtime.check import UnsupportedError
 from wyfold.runtime.plan import Plan, plan_of
 
 
@@ -16,12 +17,13 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
         args, kwargs: Its arguments; meta tensors suffice.
 
     Returns:
-        Plan with backend, launches, chunk size, parts, copies, and the reasons against other backends.
+        Plan with backend, launches, chunk size, parts, copies, and the reasons against other backends: fields for
+        programs, and `str` for people. The fields are explained in docs/explain.md.
 
     Raises:
         TypeError: op is not callable, or the call itself would raise it.
         ValueError: The call itself would raise it.
-        UnsupportedError: The call itself would raise it.
+        UnsupportedError: The call itself would raise it, with the same message: the reason, and what to do.
 
     Examples:
         >>> import torch, wyfold
@@ -31,4 +33,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
     """
     if not callable(op):
         raise TypeError(f"explain: op must be an operator of wyfold, the function itself, got {op!r}")
-    return plan_of(lambda: op(*args, **kwargs))
+    try:
+        return plan_of(lambda: op(*args, **kwargs))
+    except UnsupportedError as refusal:
+        raise refusal.with_traceback(None) from None  # without the operator's inner frames

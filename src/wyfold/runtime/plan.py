@@ -29,12 +29,15 @@ class Launch(NamedTuple):
 class Plan:
     """The launches of one call, and the reasons against other backends.
 
+    The text of a plan has a line for each field that says something about the call, and names a launch's module only
+    where its backend is not the plan's.
+
     Attributes:
         operator: Public name of the operator.
         backend: Backend of every launch below.
         forward, backward: Launches of each direction, in order, as "stage (module)". Empty if there is no backward.
         refused: backend -> why it was not chosen.
-        chunk_size: Rows of a chunk, or None for an operator without chunks.
+        chunk_size: Tokens of a chunk, or None where no result depends on one.
         parts: Number of parts that are processed one after another to bound the workspace, with the same bits; 0
             without tokens.
         copies: Arguments that are copied because of their layout in memory.
@@ -62,18 +65,36 @@ class Plan:
     self_check: str = ""
 
     def __str__(self) -> str:
-        rows = [("operator", self.operator), ("backend", self.backend)]
-        rows += [("forward", ", ".join(self.forward)), ("backward", ", ".join(self.backward) or "none")]
-        rows += [
-            ("chunk size", "none" if self.chunk_size is None else str(self.chunk_size)),
-            ("parts", str(self.parts)),
-            ("segments", str(self.segments)),
-        ]
-        lists = ("copies", "collectives", "rows", "compiles")
-        rows += [(name, ", ".join(map(str, getattr(self, name))) or "none") for name in lists]
-        rows += [("self-check", self.self_check or "none")]
-        rows += [(f"not {backend}", reason) for backend, reason in self.refused.items()]
+        rows = [("operator", self.operator), ("backend", _backend_words(self.backend))]
+        for direction in ("forward", "backward"):
+            if launches := getattr(self, direction):
+                rows.append((direction, ", ".join(_launch_words(launch, self.backend) for launch in launches)))
+        if self.chunk_size is not None:
+            rows.append(("chunk size", f"{self.chunk_size} tokens"))
+        if self.parts != 1:
+            rows.append(
+                ("parts", f"{self.parts}, one after another, to bound memory" if self.parts else "0: no tokens")
+            )
+        if self.segments > 1:
+            rows.append(("segments", f"up to {self.segments} of a sequence, in parallel"))
+        lists = {"copied": self.copies, "sent": self.collectives, "settings": self.rows, "to compile": self.compiles}
+        rows += [(name, ", ".join(map(str, values))) for name, values in lists.items() if values]
+        if self.self_check:
+            rows.append(("self-check", self.self_check))
+        # Gluon is never the backend of a call: where its kernels run, their launches say so.
+        rows += [(f"not {backend}", reason) for backend, reason in self.refused.items() if backend != "gluon"]
         return "\n".join(f"{name:12} {value}" for name, value in rows)
+
+
+def _backend_words(backend: str) -> str:
+    return {"eager": "eager (PyTorch)", "triton": "triton (GPU kernels)"}.get(backend, backend)
+
+
+def _launch_words(launch: str, backend: str) -> str:
+    """Stage of a launch "stage (module)", with the launch's backend if it is not the plan's."""
+    stage, _, module = launch.partition(" ")
+    own = module.strip("()").rpartition(".")[2]
+    return stage if own in ("", backend) else f"{stage} ({own})"
 
 
 class _PlanAnnounced(BaseException):

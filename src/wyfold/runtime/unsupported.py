@@ -13,7 +13,9 @@ class UnsupportedError(ValueError):
 
     def __init__(self, message: str, reasons: Mapping[str, str]):
         self.message = message
-        super().__init__(message + "".join(f"\n  {backend}: {reason}" for backend, reason in reasons.items()))
+        # A reason that the message has already is not repeated.
+        left = {backend: reason for backend, reason in reasons.items() if reason not in message}
+        super().__init__(message + "".join(f"\n  {backend}: {reason}" for backend, reason in left.items()))
         self.reasons = dict(reasons)
 
     def __reduce__(self) -> tuple[type, tuple[str, dict[str, str]]]:
