@@ -226,3 +226,11 @@ def test_the_page_has_every_field_of_the_report():
     section = PAGE.partition("\n## Examine a machine")[2].partition("\n## ")[0]
     named = set(re.findall(r"^\|[^|]+\| `(\w+)[^|]*` \|", section, re.M))
     assert named == {field.name for field in fields(wyfold.doctor())}
+
+
+def test_the_glossary_has_every_step_that_a_plan_can_name():
+    page = Path(__file__).resolve().parents[2] / "docs/glossary.md"
+    section = page.read_text(encoding="utf-8").partition("\n## Steps of a call\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.+?) \|", section, re.M)
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(named) == sorted({entry.stage for entry in table.ENTRIES})
