@@ -383,15 +383,15 @@ OWN_NAMES = {
 def test_the_migration_table_names_existing_objects(no_real_fla: None):
     """Every old name is in the stand-in, equals the drop-in of its row, and has a new name."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(fla\.[\w.]+)` \| `(\w+)` \| `wyfold\.([\w.]+)` \|$", page, re.M)
+    rows = re.findall(r"^\| `(fla\.[\w.]+)` \| `(\w+)` \| `((?:wyfold|torch)\.[\w.]+)` \|$", page, re.M)
     assert {name for _, name, _ in rows} == set(fla.__all__) - OWN_NAMES
     with fla.install():
         for old, name, new in rows:
             module, _, attribute = old.rpartition(".")
             assert getattr(importlib.import_module(module), attribute) is getattr(fla, name), old
-            found: Any = wyfold
+            found: Any = {"wyfold": wyfold, "torch": torch}
             for part in new.split("."):
-                found = getattr(found, part)
+                found = found[part] if isinstance(found, dict) else getattr(found, part)
 
 
 def test_names_that_the_page_lists_as_missing_are_missing(no_real_fla: None):

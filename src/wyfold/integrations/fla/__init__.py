@@ -3,15 +3,16 @@
     from wyfold.integrations.fla import chunk_gated_delta_rule     # was: from fla.ops.gated_delta_rule import ...
 
 Names, argument order, keywords and defaults are those of fla-core 0.6.0; docs/migration.md lists the differences. For
-code that imports `fla` itself, `install()` makes that import find a stand-in, which also has fla's layers, models,
-context parallelism and helpers.
+code that imports `fla` itself, `install()` makes that import find a stand-in, which also has fla's context parallelism
+and helpers. fla's models are in `wyfold.integrations.fla.models`, which needs transformers.
 """
 
 from __future__ import annotations
 
 from wyfold.integrations.fla.acceleration import Acceleration, Report, accelerate
 from wyfold.integrations.fla.checkpoints import FlaCheckpoint, from_fla, to_fla
-from wyfold.integrations.fla.modules import FusedRMSNormGated, L2Norm, ShortConvolution
+from wyfold.integrations.fla.layers import DeltaNet, GatedDeltaNet, KimiDeltaAttention
+from wyfold.integrations.fla.modules import FusedRMSNormGated, GatedMLP, L2Norm, RMSNorm, ShortConvolution
 from wyfold.integrations.fla.pieces import (
     causal_conv1d,
     chunk_scaled_dot_kkt_fwd,
@@ -37,9 +38,14 @@ from wyfold.integrations.fla.stand_in import StandIn, install, uninstall
 
 __all__ = [
     "Acceleration",
+    "DeltaNet",
     "FlaCheckpoint",
     "FusedRMSNormGated",
+    "GatedDeltaNet",
+    "GatedMLP",
+    "KimiDeltaAttention",
     "L2Norm",
+    "RMSNorm",
     "Report",
     "ShortConvolution",
     "StandIn",

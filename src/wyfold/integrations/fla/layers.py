@@ -35,7 +35,8 @@ class DeltaNet(Mixer):
         mode: "chunk" or "fused_recurrent", the form used in inference; short inputs and training choose by themselves.
         d_model: The same as hidden_size, and takes precedence.
         hidden_size: Width of input and output.
-        expand_k, expand_v: Widths of all keys and of all values, in units of hidden_size.
+        expand_k, expand_v: Widths of all keys and of all values, in units of hidden_size. Those of one head, K and V,
+            must be multiples of 8 from 8 to 256.
         num_heads: H.
         use_beta: Learn how strongly each token is written; otherwise 1.
         use_gate: Gate the output.
@@ -83,7 +84,7 @@ class DeltaNet(Mixer):
         self.value_dim = _whole("DeltaNet", "hidden_size * expand_v", self.hidden_size * expand_v)
         self.head_k_dim = _whole("DeltaNet", "width of keys / num_heads", self.key_dim / num_heads)
         self.head_v_dim = _whole("DeltaNet", "width of values / num_heads", self.value_dim / num_heads)
-        self._check_sizes()
+        self._check_sizes("hidden_size * expand_k / num_heads", "hidden_size * expand_v / num_heads")
         self._add_projections("silu" if qk_activation == "silu" else None, conv_size, conv_bias)
         if use_beta:
             self.b_proj = nn.Linear(self.hidden_size, num_heads, bias=False)
@@ -113,8 +114,8 @@ class GatedDeltaNet(Mixer):
 
     Args:
         hidden_size: Width of input and output.
-        expand_v: V in units of K.
-        head_dim: K.
+        expand_v: V in units of K. V must be a multiple of 8 from 8 to 256, so fla's defaults, V = 512, are refused.
+        head_dim: K, a multiple of 8 from 8 to 256.
         num_heads: H.
         num_v_heads: HV, a multiple of H. None: H.
         mode: "chunk" or "fused_recurrent", the form used in inference; short inputs and training choose by themselves.
@@ -156,7 +157,7 @@ class GatedDeltaNet(Mixer):
         self.head_k_dim = head_dim
         self.head_v_dim = _whole("GatedDeltaNet", "head_dim * expand_v", head_dim * expand_v)
         self.key_dim, self.value_dim = num_heads * self.head_k_dim, self.num_v_heads * self.head_v_dim
-        self._check_sizes()
+        self._check_sizes("head_dim", "head_dim * expand_v")
         self._add_projections("silu", conv_size, conv_bias)
         self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
         self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
@@ -200,8 +201,8 @@ class KimiDeltaAttention(Mixer):
 
     Args:
         hidden_size: Width of input and output.
-        expand_v: V in units of K.
-        head_dim: K.
+        expand_v: V in units of K. V must be a multiple of 8 from 8 to 256.
+        head_dim: K, a multiple of 8 from 8 to 256.
         num_heads: H.
         num_v_heads: HV, a multiple of H. None: H.
         mode: "chunk" or "fused_recurrent", the form used in inference; short inputs and training choose by themselves.
@@ -246,7 +247,7 @@ class KimiDeltaAttention(Mixer):
         self.head_v_dim = _whole("KimiDeltaAttention", "head_dim * expand_v", head_dim * expand_v)
         self.key_dim, self.value_dim = num_heads * self.head_k_dim, self.num_v_heads * self.head_v_dim
         self.gate_dim = self.num_v_heads * self.head_k_dim
-        self._check_sizes()
+        self._check_sizes("head_dim", "head_dim * expand_v")
         self._add_projections("silu", conv_size, conv_bias)
         self.f_proj = self._low_rank(self.gate_dim, bias=False)
         self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)

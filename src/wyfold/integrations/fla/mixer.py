@@ -42,10 +42,17 @@ class Mixer(nn.Module):
     use_short_conv: bool
     o_norm: nn.Module
 
-    def _check_sizes(self) -> None:
+    def _check_sizes(self, keys: str, values: str) -> None:
+        """Check mode, heads, and the widths K and V, which are made of the arguments named by `keys` and `values`."""
         name = type(self).__name__
         check.choice(name, "mode", self.mode, ("chunk", "fused_recurrent"))
         check.head_groups(name, self.num_heads, self.num_v_heads, keys="num_heads", values="num_v_heads")
+        for letter, product, width in (("K", keys, self.head_k_dim), ("V", values, self.head_v_dim)):
+            if width % 8 != 0 or not 8 <= width <= 256:
+                raise ValueError(
+                    f"{name}: {product}, the width {letter} of a head, must be a multiple of 8 from 8 to 256, got "
+                    f"{width}; change it in a new model, and run checkpoints of this width on fla"
+                )
 
     def _add_projections(self, activation: str | None, conv_size: int, conv_bias: bool) -> None:
         """Add the projections and convolutions of q, k and v; `activation` is that of q and k after them."""
