@@ -239,7 +239,10 @@ def test_a_missing_peer_is_printed_and_others_run(no_children, monkeypatch, tmp_
     monkeypatch.setattr(peers.Peer, "installed", False)
     words = "bench gdn --shapes 1,20,1,8 --mode fwd --rounds 1 --device cpu --out".split()
     assert main([*words, str(tmp_path)]) == 0
-    assert 'transformers: not installed; pip install "wyfold[bench]"' in capsys.readouterr().out
+    assert (
+        'transformers: not installed; pip install ".[bench]" in a clone of Wyfold, or pip install'
+        in capsys.readouterr().out
+    )
     (file,) = tmp_path.glob("*.json")
     record = json.loads(file.read_text())
     assert set(record["peers"]) == set(peers.PEERS)

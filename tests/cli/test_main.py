@@ -4,12 +4,16 @@ import importlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from tests import processes
 
 from wyfold import cli
+from wyfold.runtime.extras import install_command
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)
@@ -79,7 +83,8 @@ def test_an_invalid_command_line_is_one_line_and_exit_code_2(words, expected, ca
         (
             ModuleNotFoundError("No module named 'rich.console'", name="rich.console"),
             1,
-            'wyfold generate: needs rich, which is not installed: pip install "wyfold[cli]"',
+            'wyfold generate: needs rich, which is not installed: pip install ".[cli]" in a clone of Wyfold, or '
+            "pip install filelock matplotlib msgspec numpy rich safetensors",
         ),
     ],
 )
@@ -106,7 +111,17 @@ def test_without_an_extra_train_says_what_to_install(missing):
     blocked = f"import sys; sys.modules[{missing!r}] = None; from wyfold.cli import main; sys.exit(main(['train']))"
     ended = processes.fresh().run(["-c", blocked])
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr == f'wyfold train: needs {missing}, which is not installed: pip install "wyfold[cli]"\n'
+    command = install_command("cli")
+    assert ended.stderr == f"wyfold train: needs {missing}, which is not installed: {command}\n"
+
+
+@pytest.mark.parametrize("missing", ["msgspec", "plotly"])
+def test_report_names_its_own_extra_whichever_package_is_missing(missing):
+    blocked = f"import sys; sys.modules[{missing!r}] = None; from wyfold.cli import main; sys.exit(main(sys.argv[1:]))"
+    ended = processes.fresh().run(["-c", blocked, "report", str(ROOT / "docs" / "results")])
+    command = install_command("report")
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == f"wyfold report: needs {missing}, which is not installed: {command}\n"
 
 
 def test_python_m_wyfold_runs_and_a_closed_pipe_is_no_error():

@@ -61,7 +61,8 @@ def test_settings_are_read_when_asked():
 def test_a_missing_extra_comes_with_its_install_command(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "rich" else found(name, *rest))
-    assert wyfold.doctor().extras["rich"] == 'not installed; pip install "wyfold[cli]"'
+    assert wyfold.doctor().extras["rich"] == 'not installed; pip install rich, or ".[cli]" in a clone'
+    assert {"filelock", "msgspec", "numpy", "plotly"} <= wyfold.doctor().extras.keys()
     assert "rich" not in wyfold.doctor().versions
 
 

@@ -21,6 +21,7 @@ import unicodedata
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
+from wyfold.runtime.extras import EXTRAS, install_command
 from wyfold.runtime.unsupported import UnsupportedError
 
 __all__ = ["Failure", "UsageError", "described", "main", "out_of_memory", "printable", "say"]
@@ -38,16 +39,6 @@ VERBS = {
     "verify": "error of every operator and gradient against the float64 recurrence",
     "tune": "for developers: search launch configurations for this GPU",
 }
-
-EXTRAS = {
-    "filelock": "cli",
-    "matplotlib": "cli",
-    "msgspec": "cli",
-    "rich": "cli",
-    "safetensors": "cli",
-    "plotly": "report",
-}
-"""Optional package that a verb imports -> the extra that installs it: `pip install "wyfold[cli]"`."""
 
 
 class UsageError(Exception):
@@ -179,7 +170,7 @@ def _run(verb: str, words: list[str]) -> int:
     except BrokenPipeError:
         raise
     except BaseException as error:
-        ending = _ending(error)
+        ending = _ending(error, verb)
         if ending is None:  # a bug: show its traceback
             raise
         _complain(name, ending.message)
@@ -198,10 +189,10 @@ class _Ending(NamedTuple):
     message: str
 
 
-def _ending(error: BaseException) -> _Ending | None:
+def _ending(error: BaseException, verb: str) -> _Ending | None:
     """Exit code and message for an exception of a verb; None if the exception is a bug."""
     if isinstance(error, BaseExceptionGroup):
-        return _together([_ending(one) for one in error.exceptions])
+        return _together([_ending(one, verb) for one in error.exceptions])
     if isinstance(error, UnsupportedError):
         return _Ending(FAILED, str(error))  # several lines, one per backend
     text = described(error)
@@ -213,9 +204,11 @@ def _ending(error: BaseException) -> _Ending | None:
         return _Ending(INTERRUPTED, "interrupted")
     if isinstance(error, ModuleNotFoundError):
         missing = (error.name or "").partition(".")[0]
-        package = "torch" if missing == "torch" else f'"wyfold[{EXTRAS[missing]}]"' if missing in EXTRAS else ""
-        message = f"needs {missing}, which is not installed: pip install {package}"
-        return _Ending(FAILED, message) if package else None
+        extra = "report" if verb == "report" else "cli"
+        if missing != "torch" and missing not in EXTRAS[extra]:
+            return None
+        command = "pip install torch" if missing == "torch" else install_command(extra)
+        return _Ending(FAILED, f"needs {missing}, which is not installed: {command}")
     if out_of_memory(error):
         reason = "" if text == type(error).__name__ else f": {text.partition(' Exception raised from ')[0]}"
         return _Ending(FAILED, f"not enough memory{reason}")

@@ -3,7 +3,7 @@
 PATH is the folder of a run, a JSON file that a verb wrote, or a folder that is
 searched for both. The default is `runs` and `docs/results`. The page contains
 its data and the charting library (plotly). It opens without a network, and
-forbids the browser to use one. Needs `pip install "wyfold[report]"`.
+forbids the browser to use one. Needs the extra `report`: `pip install ".[report]"` in a clone.
 """
 
 from __future__ import annotations

@@ -116,5 +116,5 @@ def _safetensors() -> Any:
     try:
         import safetensors.torch
     except ImportError as error:
-        raise ImportError("Decoder.save and Decoder.load need safetensors: pip install 'wyfold[cli]'") from error
+        raise ImportError("Decoder.save and Decoder.load need safetensors: pip install safetensors") from error
     return safetensors.torch

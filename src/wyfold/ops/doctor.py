@@ -27,20 +27,13 @@ from wyfold.ops.kda import chunk_kda, fused_recurrent_kda
 from wyfold.ops.norm import l2norm, rms_norm_gated
 from wyfold.ops.solve import chunk_scaled_dot_kkt, solve_tril
 from wyfold.ops.ttt_linear import chunk_ttt_linear, fused_recurrent_ttt_linear
-from wyfold.runtime import triton_support, user_cache
+from wyfold.runtime import extras, triton_support, user_cache
 from wyfold.runtime.check import UnsupportedError, checking_contents
 
 OLDEST_TORCH = (2, 11)
 
-EXTRAS = {
-    "matplotlib": "cli",
-    "numpy": "cli",
-    "plotly": "report",
-    "rich": "cli",
-    "safetensors": "cli",
-    "transformers": "transformers",
-}
-"""Optional package -> the extra of wyfold that installs it."""
+OPTIONAL = {package: extra for extra in ("report", "cli", "transformers") for package in sorted(extras.EXTRAS[extra])}
+"""Optional package -> the smallest extra that brings it."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +197,7 @@ def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "wyfold": _own_version(), "torch": torch.__version__}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
-    for package in ("triton", *EXTRAS):
+    for package in ("triton", *OPTIONAL):
         if importlib.util.find_spec(package) is not None:
             found[package] = importlib.metadata.version(package)
     return found
@@ -298,8 +291,8 @@ def _self_checks() -> tuple[Mapping[str, Any], ...]:
 
 def _extras(found: Mapping[str, str]) -> dict[str, str]:
     return {
-        package: found.get(package, f'not installed; pip install "wyfold[{extra}]"')
-        for package, extra in EXTRAS.items()
+        package: found.get(package, f'not installed; pip install {package}, or ".[{extra}]" in a clone')
+        for package, extra in OPTIONAL.items()
     }
 
 

@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from wyfold.runtime.extras import install_command
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -279,7 +281,7 @@ PEERS = {
         Peer(
             "transformers",
             "transformers",
-            'pip install "wyfold[bench]"',
+            install_command("bench"),
             {
                 "chunk_gated_delta_rule": (Adapter(_transformers_gdn),),
                 "chunk_kda": (Adapter(_transformers_kda),),

@@ -161,7 +161,7 @@ def _first(row: ResultRow) -> str:
 def chart(file: Path, rows: Sequence[ResultRow]) -> None:
     """Write bars of median time, with quartiles, and of peak memory as PNG. Axes are logarithmic."""
     if importlib.util.find_spec("matplotlib") is None:
-        results.say('no chart: matplotlib is not installed; pip install "wyfold[cli]"')
+        results.say("no chart: matplotlib is not installed; pip install matplotlib")
         return
     from matplotlib.figure import Figure
 
@@ -244,7 +244,7 @@ def over_ranks(rows: Sequence[ResultRow]) -> dict[str, list[tuple[int, float]]]:
 def chart_ranks(file: Path, rows: Sequence[ResultRow]) -> None:
     """Write the speed over ranks, with the line of perfect scaling, as PNG."""
     if importlib.util.find_spec("matplotlib") is None:
-        results.say('no chart: matplotlib is not installed; pip install "wyfold[cli]"')
+        results.say("no chart: matplotlib is not installed; pip install matplotlib")
         return
     from matplotlib.figure import Figure
 
