@@ -219,7 +219,15 @@ def python_of(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S)
 
 
-PAGES = ("README.md", "docs/explain.md", "docs/first_calls.md", "docs/packing.md", "docs/serving.md", "docs/states.md")
+PAGES = (
+    "README.md",
+    "docs/check_it_yourself.md",
+    "docs/explain.md",
+    "docs/first_calls.md",
+    "docs/packing.md",
+    "docs/serving.md",
+    "docs/states.md",
+)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -233,12 +241,27 @@ def test_a_page_of_examples_runs(page: str):
 
 
 @pytest.mark.parametrize(
-    ("page", "block", "needs"), [("docs/training.md", 0, "torch"), ("docs/transformers.md", 0, "transformers")]
+    ("page", "block", "needs"),
+    [
+        ("docs/migration.md", 0, "torch"),
+        ("docs/training.md", 0, "torch"),
+        ("docs/transformers.md", 0, "transformers"),
+    ],
 )
 def test_a_block_of_a_page_runs(page: str, block: int, needs: str, capsys: pytest.CaptureFixture[str]):
     pytest.importorskip(needs)
     exec(compile(python_of(page)[block], page, "exec"), {})
     assert capsys.readouterr().out
+
+
+def test_the_page_has_the_signatures_of_the_reference():
+    page = re.sub(r"\s+", " ", (ROOT / "docs" / "check_it_yourself.md").read_text(encoding="utf-8"))
+    public = [name for name, value in vars(wyfold.reference).items() if inspect.isfunction(value)]
+    assert len(public) == 12
+    for name in public:
+        signature = inspect.signature(getattr(wyfold.reference, name))
+        bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+        assert f"{name}{inspect.Signature(bare)}".replace("'", '"') in page
 
 
 @pytest.mark.long

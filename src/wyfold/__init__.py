@@ -1,9 +1,9 @@
 """Delta-rule sequence mixers for PyTorch: DeltaNet, Gated DeltaNet, Kimi Delta Attention, TTT-Linear.
 
-Public names and the packages `cp`, `integrations`, `layers`, `models` and `serving` are imported on first use (PEP
-562). `import wyfold` alone does not import torch, so that the command line prints help and errors without delay. If
-torch is already imported, the operators are imported too and `torch.ops.wyfold` is complete: exported programs load
-after `import torch, wyfold`.
+Public names and the packages `cp`, `integrations`, `layers`, `models`, `reference` and `serving` are imported on first
+use (PEP 562). `import wyfold` alone does not import torch, so that the command line prints help and errors without
+delay. If torch is already imported, the operators are imported too and `torch.ops.wyfold` is complete: exported
+programs load after `import torch, wyfold`.
 """
 
 from typing import TYPE_CHECKING
@@ -38,13 +38,14 @@ __all__ = [
     "l2norm",
     "layers",
     "models",
+    "reference",
     "rms_norm_gated",
     "serving",
     "solve_tril",
 ]
 
 if TYPE_CHECKING:  # for type checkers, editors and the documentation; `_SOURCES` is the run-time equivalent
-    from wyfold import cp, integrations, layers, models, serving
+    from wyfold import cp, integrations, layers, models, reference, serving
     from wyfold.ops.conv import causal_conv1d
     from wyfold.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
     from wyfold.ops.doctor import doctor
@@ -99,7 +100,7 @@ else:  # hidden from type checkers, to which a module with `__getattr__` appears
         "rms_norm_gated": "wyfold.ops.norm",
         "solve_tril": "wyfold.ops.solve",
     }
-    _SUBMODULES = ("cp", "integrations", "layers", "models", "serving")
+    _SUBMODULES = ("cp", "integrations", "layers", "models", "reference", "serving")
 
     def __getattr__(name):
         if name in _SUBMODULES:

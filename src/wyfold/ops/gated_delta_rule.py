@@ -64,7 +64,8 @@ def chunk_gated_delta_rule(
         k: [B, T, H, K], dtype of q. Rows of unit length, or `use_qk_l2norm_in_kernel`; beta |k|^2 <= 2 keeps the
             state bounded.
         v: [B, T, HV, V], dtype of q. V a multiple of 8 from 8 to 256; value head j reads key head j // (HV // H).
-        g: [B, T, HV] any float. Natural log of the decay per token, <= 0; -inf resets the state. None: no decay.
+        g: [B, T, HV] any float. Natural log of the decay per token, <= 0; -inf resets the state. None: no decay. The
+            sign is checked inside `wyfold.checked()` only: elsewhere g > 0 is no error, and the state grows.
         beta: [B, T, HV] any float. Write strength in [0, 1], or [0, 2] with negative eigenvalues. None: 1.
         scale: Factor of q; the state is not scaled. None: K ** -0.5.
         initial_state: [N, HV, K, V] float32, bfloat16 or float16; N = B, or the number of packed sequences. None:
@@ -200,7 +201,8 @@ def fused_recurrent_gated_delta_rule(
         q: [B, T, H, K] float32, float16, bfloat16, or float64.
         k: [B, T, H, K], dtype of q.
         v: [B, T, HV, V], dtype of q.
-        g: [B, T, HV] any float. Natural log of the decay per token, <= 0; None: no decay.
+        g: [B, T, HV] any float. Natural log of the decay per token, <= 0; None: no decay. The sign is checked inside
+            `wyfold.checked()` only.
         beta: [B, T, HV] any float. Write strength; None: 1.
 
     Arguments not listed here are those of `chunk_gated_delta_rule`.

@@ -59,7 +59,8 @@ def chunk_kda(
             bounded.
         v: [B, T, HV, V], dtype of q; value head j reads key head j // (HV // H).
         g: [B, T, HV, K] any float. Natural log of the decay per token and key channel, <= 0; -inf resets the channel.
-            None: no decay.
+            None: no decay. The sign is checked inside `wyfold.checked()` only: elsewhere g > 0 is no error, and the
+            state grows.
         beta: [B, T, HV] any float. Write strength; None: 1.
         use_gate_in_kernel: g is the pre-activation; the decay is -exp(A_log) softplus(g + dt_bias), or with a
             `lower_bound` lower_bound sigmoid(exp(A_log) (g + dt_bias)).
@@ -161,7 +162,8 @@ def fused_recurrent_kda(
         q: [B, T, H, K] float32, float16, bfloat16, or float64.
         k: [B, T, H, K], dtype of q.
         v: [B, T, HV, V], dtype of q.
-        g: [B, T, HV, K] any float. Natural log of the decay per token and key channel, <= 0; None: no decay.
+        g: [B, T, HV, K] any float. Natural log of the decay per token and key channel, <= 0; None: no decay. The sign
+            is checked inside `wyfold.checked()` only.
         beta: [B, T, HV] any float. Write strength; None: 1.
         use_gate_in_kernel, safe_gate, lower_bound: As in `chunk_kda`.
         dt_bias: [HV, K] any float, or [HV * K]. Bias of the pre-activation. None: 0.

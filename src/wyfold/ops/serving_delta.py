@@ -55,7 +55,8 @@ def decode(
         q: [N, 1, H, K] or [1, N, H, K] float32, float16, bfloat16, or float64 (`eager`).
         k: Shape and dtype of q.
         v: [N, 1, HV, V], or [1, N, HV, V], dtype of q. HV is a multiple of H.
-        g: [N, 1, HV] or [N, 1, HV, K], N and 1 as in q, any float, or None. Natural log of the decay, <= 0.
+        g: [N, 1, HV] or [N, 1, HV, K], N and 1 as in q, any float, or None. Natural log of the decay, <= 0:
+            checked inside `wyfold.checked()` only.
         beta: [N, 1, HV] any float. Write strength; None: 1.
         pool: [slots, HV, K, V], or [slots, HV, V, K] with state_v_first; float32, bfloat16 or float16. Slots and heads
             may have any strides; one head's state is contiguous. On a GPU, strides that are not multiples of 16
@@ -303,7 +304,8 @@ def verify(
             bfloat16, or float64 (`eager`).
         k: Shape and dtype of q.
         v: [N, T, HV, V], or packed [1, T, HV, V], dtype of q.
-        g: [N, T, HV] or [N, T, HV, K], or packed, any float, or None. Natural log of the decay, <= 0.
+        g: [N, T, HV] or [N, T, HV, K], or packed, any float, or None. Natural log of the decay, <= 0:
+            checked inside `wyfold.checked()` only.
         beta: [N, T, HV], or packed, any float. Write strength; None: 1.
         state_indices: [N, C] int32 or int64 slots of each sequence, one per drafted token. A sequence is skipped if the
             slot it would start from is invalid. The state after a token with an invalid slot is not written.
@@ -398,7 +400,8 @@ def prefill(
         q: [B, T, H, K], or packed [1, T, H, K] with cu_seqlens; float32, float16, bfloat16, or float64 (`eager`).
         k: Shape and dtype of q.
         v: [B, T, HV, V], dtype of q.
-        g: [B, T, HV] or [B, T, HV, K] any float, or None. Natural log of the decay, <= 0.
+        g: [B, T, HV] or [B, T, HV, K] any float, or None. Natural log of the decay, <= 0:
+            checked inside `wyfold.checked()` only.
         beta: [B, T, HV] any float. Write strength; None: 1.
         state_indices: [N] int32 or int64 slot of each sequence; N is B unless packed. None: sequence n uses slot n.
         cu_seqlens: [N+1] int32 or int64 boundaries of sequences packed into one row, or a `SequenceLayout`. An empty

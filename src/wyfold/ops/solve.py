@@ -131,8 +131,8 @@ def chunk_scaled_dot_kkt(
         beta: [B, T, HV] any float. Write strength, not a logit. HV is a multiple of H; value head j reads key head
             j // (HV // H).
         g: [B, T, HV] or [B, T, HV, K] any float. Natural log of the decay per token, not cumulative, <= 0; -inf resets.
-            None: no decay. With a gate per channel, kernels first copy k and g if K is not a multiple of 16 or rows
-            are not aligned to 16 bytes; `explain` reports it.
+            None: no decay. The sign is checked inside `wyfold.checked()` only. With a gate per channel, kernels first
+            copy k and g if K is not a multiple of 16 or rows are not aligned to 16 bytes; `explain` reports it.
         chunk_size: C, 16, 32 or 64. Chunks start at each sequence's first token.
         cu_seqlens: [N+1] int32 or int64 boundaries of sequences packed into B = 1, or a `SequenceLayout`.
         output_dtype: Any float. None: float32, or float64 if an input is float64.

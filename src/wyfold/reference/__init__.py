@@ -4,6 +4,9 @@ The package's operators as loops over tokens, written to be read and to be diffe
 are tested on; and the rule by which all other implementations are judged.
 """
 
+from wyfold.reference import error as error
+from wyfold.reference import inputs as inputs
+from wyfold.reference import targets as targets
 from wyfold.reference.conv import causal_conv1d as causal_conv1d
 from wyfold.reference.delta import delta_rule as delta_rule
 from wyfold.reference.delta import gated_delta_rule as gated_delta_rule
