@@ -101,11 +101,13 @@ def test_a_card_is_reported_with_the_status_of_its_kernels(version: str, archite
 def test_the_text_groups_operators_with_one_backend_and_one_reason():
     report = wyfold.doctor()
     on_cpu = tuple(service for service in report.services if service.device == "cpu")
-    report = dataclasses.replace(report, services=on_cpu)
+    report = dataclasses.replace(report, self_checks=(), services=on_cpu)
     text = str(report)
     assert f"  all {len(on_cpu)} operators" in text and "solve_tril" not in text
     first, *rest = on_cpu
-    mixed = str(dataclasses.replace(report, services=(dataclasses.replace(first, backend="triton"), *rest)))
+    mixed = str(
+        dataclasses.replace(report, self_checks=(), services=(dataclasses.replace(first, backend="triton"), *rest))
+    )
     for service in on_cpu:
         assert re.search(rf"^  {service.operator} +cpu ", mixed, re.MULTILINE)
     assert text.count("matplotlib") == 1
@@ -114,7 +116,7 @@ def test_the_text_groups_operators_with_one_backend_and_one_reason():
 def without_a_gpu(monkeypatch) -> str:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    return str(wyfold.doctor())
+    return str(dataclasses.replace(wyfold.doctor(), self_checks=()))
 
 
 def test_without_a_gpu_the_text_says_that_this_is_normal_and_lists_no_other_backend(monkeypatch):
@@ -138,7 +140,7 @@ def test_on_a_gpu_the_text_says_what_runs_in_kernels_and_why_the_rest_does_not(m
         else dataclasses.replace(service, device="cuda", backend=None, refused=by_request | {"triton": "has no kernel"})
         for service in on_cpu
     ]
-    text = str(dataclasses.replace(report, services=(*on_cpu, *on_gpu)))
+    text = str(dataclasses.replace(report, self_checks=(), services=(*on_cpu, *on_gpu)))
     some = f'GPU: {len(on_gpu) - 1} of {len(on_gpu)} operators run in kernels (backend "triton"); '
     assert text.splitlines()[0] == some + '1 run on it only with backend="eager", in PyTorch'
     reasons = [
@@ -148,7 +150,7 @@ def test_on_a_gpu_the_text_says_what_runs_in_kernels_and_why_the_rest_does_not(m
         "  has no kernel: fused_recurrent_ttt_linear",
     ]
     assert text.splitlines()[-4:] == reasons
-    text = str(dataclasses.replace(report, services=(*on_cpu, *on_gpu[:2])))
+    text = str(dataclasses.replace(report, self_checks=(), services=(*on_cpu, *on_gpu[:2])))
     assert text.splitlines()[0] == 'GPU: 2 of 2 operators run in kernels (backend "triton")'
 
 
@@ -156,7 +158,7 @@ def test_an_operator_without_a_backend_on_the_cpu_keeps_its_reasons():
     report = wyfold.doctor()
     first, second = (service for service in report.services[:2])
     lost = dataclasses.replace(first, backend=None, refused={"eager": "not here"})
-    text = str(dataclasses.replace(report, services=(lost, second)))
+    text = str(dataclasses.replace(report, self_checks=(), services=(lost, second)))
     assert text.startswith("CPU only: not every operator runs; the reasons are below\n")
     assert text.endswith("not eager\n  not here: all operators")
 

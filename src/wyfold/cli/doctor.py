@@ -1,6 +1,6 @@
 """Show this machine's hardware and versions, and the backend of each operator.
 
-For every other backend the report says why it is not used.
+The first line says what runs where. On a GPU the report also says why operators do not run on other backends.
 """
 
 from __future__ import annotations

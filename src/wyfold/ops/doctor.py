@@ -161,11 +161,11 @@ class DoctorReport:
 def doctor() -> DoctorReport:
     """Report hardware, versions, and for each operator its backend and the reasons against the others.
 
-    Runs no operator, changes nothing and downloads nothing.
+    Runs no operator, changes nothing and downloads nothing. The text of the report begins with what runs where, and
+    leaves out what says nothing on this machine.
 
     Returns:
-        DoctorReport, with fields for programs and `str` for people. The text leaves out what says nothing on this
-        machine; every field is described in docs/explain.md.
+        DoctorReport, with fields for programs and `str` for people.
 
     Examples:
         >>> import wyfold

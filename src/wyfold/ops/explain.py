@@ -12,13 +12,14 @@ from wyfold.runtime.plan import Plan, plan_of
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
     """Plan of `op(*args, **kwargs)`, without running it.
 
+    A plan has fields for programs, and prints as text for people, without what says nothing about the call.
+
     Args:
         op: A public operator of wyfold.
         args, kwargs: Its arguments; meta tensors suffice.
 
     Returns:
-        Plan with backend, launches, chunk size, parts, copies, and the reasons against other backends: fields for
-        programs, and `str` for people. The fields are explained in docs/explain.md.
+        Plan with backend, launches, chunk size, parts, copies, and the reasons against other backends.
 
     Raises:
         TypeError: op is not callable, or the call itself would raise it.

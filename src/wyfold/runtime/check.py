@@ -24,9 +24,11 @@ _checked_depth = 0
 
 @contextlib.contextmanager
 def checked() -> Iterator[None]:
-    """Context in which operators also check contents: boundaries, gate signs, the triangle that `solve_tril` reads.
+    """Context in which operators also check contents.
 
-    Each such check costs a device synchronisation. The context applies to all threads of the process.
+    These are the boundaries of packed documents, the sign of log decays, the triangle that `solve_tril` reads, and that
+    no two sequences of a serving call write to one slot. Each such check costs a device synchronisation. The
+    context applies to all threads of the process.
 
     Examples:
         >>> import torch, wyfold
