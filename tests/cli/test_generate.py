@@ -38,7 +38,7 @@ def test_the_text_is_what_the_decoder_generates(model, tmp_path, capsys, words, 
     expected = model.generate(torch.tensor([list("Hé".encode())]), 60, **options)
     assert said.out == bytes(expected[0].tolist()).decode("utf-8", "replace") + "\n"
     assert "60 bytes after a prompt of 3" in said.err
-    assert "tokens/s" in said.err
+    assert "bytes/s" in said.err
 
 
 class Recited:

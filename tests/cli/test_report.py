@@ -46,6 +46,12 @@ def test_every_run_and_result_has_its_section(page):
     assert "wyfold bench" in text and "NVIDIA H200" in text
 
 
+def test_a_run_lists_the_layers_that_are_built():
+    recipe = {"task": None, "layers": "gdn*3 attention", "depth": 2}
+    *_, settings = figures.of_run({"history": [], "recipe": recipe})
+    assert "2 layers: gdn*2 (the pattern has 4 layers, a depth of 2 uses the first 2: no attention)" in settings
+
+
 def test_the_page_fetches_nothing(page):
     """No element of the page or of a chart loads anything: the content security policy forbids it."""
     text = page.read_text()

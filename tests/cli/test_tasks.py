@@ -172,7 +172,7 @@ def test_options_left_out_keep_the_values_of_the_run(tmp_path, monkeypatch, caps
     [
         ("mqar --length 32 --pairs 4", "mqar --length 12", "--length is 12 here, but {} was started with 32:"),
         ("mqar --length 32 --pairs 4", "mqar --pairs 5", "--pairs is 5 here, but {} was started with 4:"),
-        ("mqar --length 32", "mqar --steps 1", "--steps is 1 here, but {} was started with 3:"),
+        ("mqar --length 32", "mqar --steps 1", "--steps 1 here, but {} was started with --steps 3:"),
         ("parity --length 8", "parity --minutes 1", "--minutes 1 here, but {} was started with --steps 3:"),
         ("parity --length 8", "parity --neg-eigval", "--neg-eigval is True here, but {} was started with False:"),
     ],

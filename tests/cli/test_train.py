@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -20,6 +22,7 @@ from wyfold.cli.corpus import Batch, Corpus
 from wyfold.cli.distributed import DistributedWorld, World, process_device
 from wyfold.cli.recipe import Recipe, build, optimizer
 from wyfold.cli.trainer import Trainer
+from wyfold.models import Decoder
 
 TINY = "--depth 2 --width 16 --heads 2 --head-dim 8 --window 8 --batch 2 --length 24 --warmup 2 --eval-bytes 96".split()
 
@@ -202,7 +205,6 @@ def test_a_finished_run_is_not_changed(data, tmp_path, capsys):
         (["--lr", "0.5"], "--lr", "0.5", "0.003"),
         (["--width", "24"], "--width", "24", "16"),
         (["--packed"], "--packed", "True", "False"),
-        (["--steps", "9"], "--steps", "9", "2"),
     ],
 )
 def test_another_configuration_in_the_same_folder_is_refused_by_name(data, tmp_path, capsys, words, field, here, there):
@@ -221,6 +223,110 @@ def test_other_text_in_the_same_folder_is_refused(data, tmp_path, capsys):
     (data / "a.txt").write_text("something else " * 150)
     assert train(data, tmp_path / "run", "--steps", 2) == 2
     assert "the text of --data is not the one that the run in" in capsys.readouterr().err
+
+
+def test_a_run_without_its_text_asks_for_it(data, tmp_path, capsys):
+    """The message said that the text of --data was another one, though no --data was given."""
+    assert train(data, tmp_path / "run", "--steps", 2) == 0
+    before = weights(tmp_path / "run")
+    for words in (["--resume"], []):
+        assert main(["train", "--out", str(tmp_path / "run"), *words]) == 2
+        said = capsys.readouterr().err
+        assert f"wyfold train: give --data FILE: the run in {tmp_path / 'run'} learns another text" in said
+    assert weights(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize("words", [["--steps", "9"], ["--minutes", "2"]])
+def test_the_length_of_a_finished_run_cannot_be_changed(data, tmp_path, capsys, words):
+    assert train(data, tmp_path / "run", "--steps", 2) == 0
+    assert train(data, tmp_path / "run", *words) == 2
+    said = capsys.readouterr().err
+    assert (
+        f"{' '.join(words)} here, but the run in {tmp_path / 'run'} was started with --steps 2: the length of" in said
+    )
+    assert "also if it is finished" in said and "another --out for a longer or shorter one" in said
+
+
+def test_the_layers_that_are_built_are_printed(data, tmp_path, capsys):
+    """The pattern was printed, although a depth of 2 builds none of its attention."""
+    assert train(data, tmp_path / "run", "--steps", 1, layers="gdn*3 attention") == 0
+    said = capsys.readouterr().out
+    assert (
+        "parameters, 2 layers: gdn*2 (the pattern has 4 layers, a depth of 2 uses the first 2: no attention)\n" in said
+    )
+    assert "bytes in 3 documents\n" in said
+    assert train(data / "a.txt", tmp_path / "one", "--steps", 1, "--depth", 1, layers="gdn") == 0
+    said = capsys.readouterr().out
+    assert "1 layer: gdn\n" in said and "bytes in 1 document\n" in said
+
+
+def test_decoder_load_names_the_model_of_a_run(data, tmp_path):
+    out = tmp_path / "run"
+    assert train(data, out, "--steps", 2, "--save-every", 1) == 0
+    (out / "checkpoint" / "step-00000009.damaged" / "model").mkdir(parents=True)
+    for folder in (out, out / "checkpoint", newest_step(out, 2)):
+        with pytest.raises(FileNotFoundError, match="give the decoder inside: ") as refused:
+            Decoder.load(folder)
+        named = str(refused.value).rpartition(": ")[2]
+        assert named == str(newest_step(out, 2) / "model")
+        assert Decoder.load(named).config.num_layers == 2
+    with pytest.raises(FileNotFoundError, match=r"give the decoder inside: .*step-00000001/model"):
+        Decoder.load(newest_step(out, 1))
+    with pytest.raises(FileNotFoundError, match=r"give a folder that Decoder\.save wrote"):
+        Decoder.load(tmp_path)
+
+
+def newest_step(out, step):
+    return out / "checkpoint" / f"step-{step:08}"
+
+
+def test_checkpoints_are_at_multiples_after_a_resume(data, tmp_path, monkeypatch):
+    """They were at multiples counted from the step of the interruption."""
+    words = ["--steps", 8, "--save-every", 3, "--eval-every", 100]
+    with monkeypatch.context() as patched:
+        stop_after(patched, step=4)
+        assert train(data, tmp_path / "run", *words) == 130
+    assert train(data, tmp_path / "run", *words) == 0
+    assert [path.name for path in sorted((tmp_path / "run" / "checkpoint").iterdir())] == [
+        "step-00000006",
+        "step-00000008",
+    ]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_slow_start_on_several_threads_names_the_setting(data, tmp_path, monkeypatch, capsys, threads):
+    take = Trainer._take_step
+
+    def slow(self):
+        time.sleep(0.3)
+        return take(self)
+
+    monkeypatch.setattr(Trainer, "_take_step", slow)
+    monkeypatch.setattr("wyfold.cli.progress.PATIENCE_S", 0.2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert train(data, tmp_path / "run", "--steps", 1) == 0
+    said = capsys.readouterr().err
+    assert "please wait: the first step of this process" in said
+    assert ("OMP_NUM_THREADS=1" in said) == ("on 2 threads" in said) == (threads == 2)
+
+
+def test_the_commands_of_the_first_page_run(tmp_path, monkeypatch, capsys):
+    """docs/first_model.md with fewer steps; `report` is tested elsewhere."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "first_model.md").read_text(encoding="utf-8")
+    page = (
+        page.replace("--steps 600", "--steps 4").replace("--steps 2000", "--steps 5").replace("-00000600", "-00000004")
+    )
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").write_text("one two three " * 9000)
+    commands = re.findall(r"^wyfold (.*)", page, re.M)
+    assert [command.split()[0] for command in commands] == ["train", "report", "train", "train", "generate"]
+    for command in commands:
+        if not command.startswith("report"):
+            assert main(shlex.split(command)) == 0, command
+    said = capsys.readouterr().out
+    assert "parameters, 4 layers: gdn*3, attention\n" in said and "already finished, at step 4" in said
+    exec(compile(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)[0], "first_model.md", "exec"), {})
+    assert "'attention')\nThe " in capsys.readouterr().out
 
 
 def test_a_nan_loss_ends_the_run_before_the_update(data, tmp_path, monkeypatch, capsys):

@@ -43,6 +43,11 @@ class Corpus:
     def documents(self) -> int:
         return len(self.borders) - 1
 
+    def describe(self) -> str:
+        """Source and size, as text."""
+        documents = "1 document" if self.documents == 1 else f"{self.documents:,} documents"
+        return f"{self.name}: {len(self.text):,} bytes in {documents}"
+
     def digest(self) -> str:
         """Digest of the content: equal for equal documents, independent of their path."""
         content = hashlib.sha256(self.text.numpy().tobytes())

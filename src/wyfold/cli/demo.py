@@ -103,7 +103,7 @@ def _run_alone(args: argparse.Namespace) -> int:
         trainer = Trainer(Recipe(data=text.digest(), **RECIPE), text, args.out, torch.device("cpu"))
     except UsageError as error:
         raise UsageError(f"{error}; --fresh starts over") from error
-    code = finish(trainer, SAVE_EVERY, f"{text.name}: {len(text.text):,} bytes in {text.documents} documents")
+    code = finish(trainer, SAVE_EVERY, text.describe())
     if code != DONE:
         return code
 

@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 
 from wyfold.cli import curve, records, tasks
 from wyfold.cli.bench import tables
+from wyfold.runtime import pattern
 
 Fields = dict[str, Any]
 Part: TypeAlias = Any
@@ -44,7 +45,8 @@ def of_run(run: Fields) -> Iterator[Part]:
     _line(figure, "tokens/s", curve.points(history, "tokens_per_second"), width=1)
     yield figure
     settings = [(key, _plain(value)) for key, value in recipe.items() if value not in (None, [])]
-    yield table(("setting", "value"), settings)
+    built = pattern.describe(recipe["layers"], recipe["depth"])
+    yield table(("setting", "value"), [("model", built), *settings])
 
 
 def of_tasks(record: Fields) -> Iterator[Part]:

@@ -163,8 +163,8 @@ def stream_text(model: Decoder, prompt: bytes, sampling: Sampling, out: TextIO) 
     seconds = time.perf_counter() - first
     out.write(shown(decoder.decode(b"", final=True)) + "\n")
     out.flush()
-    rate = f", the first in {first - start:.2f} s, then {(count - 1) / seconds:,.0f} tokens/s" if count > 1 else ""
-    print(f"{count} bytes after a prompt of {ids.shape[1]}{rate}", file=sys.stderr)
+    rate = f", the first in {first - start:.2f} s, then {(count - 1) / seconds:,.0f} bytes/s" if count > 1 else ""
+    print(f"{count} {'byte' if count == 1 else 'bytes'} after a prompt of {ids.shape[1]}{rate}", file=sys.stderr)
 
 
 def generate_batch(model: Decoder, prompts: list[bytes], sampling: Sampling, out: TextIO) -> None:
@@ -202,8 +202,11 @@ def generate_batch(model: Decoder, prompts: list[bytes], sampling: Sampling, out
         out.write(shown((prompt + bytes(row)).decode("utf-8", "replace")) + "\n")
     out.flush()
     count = len(prompts) * (len(drawn) - 1)
-    rate = f", the first in {first - start:.2f} s, then {count / seconds:,.0f} tokens/s" if count > 0 else ""
-    print(f"{len(prompts)} prompts, {len(drawn)} bytes each{rate}{_memory(device)}", file=sys.stderr)
+    rate = f", the first in {first - start:.2f} s, then {count / seconds:,.0f} bytes/s" if count > 0 else ""
+    print(
+        f"{len(prompts)} prompts, {len(drawn)} {'byte' if len(drawn) == 1 else 'bytes'} each{rate}{_memory(device)}",
+        file=sys.stderr,
+    )
 
 
 def _memory(device: torch.device) -> str:

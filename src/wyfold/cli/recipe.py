@@ -102,10 +102,11 @@ class Recipe:
             wanted, then = here[field], first[field]
             if json.dumps(then) == json.dumps(wanted):
                 continue
-            if field == "steps" and None in (wanted, then):
+            if field in ("steps", "minutes"):
                 raise UsageError(
-                    f"{_duration(here)} here, but the run in {folder} was started with {_duration(first)}: "
-                    "leave it out to resume it, or give another --out"
+                    f"{_duration(here)} here, but the run in {folder} was started with {_duration(first)}: the length "
+                    "of a run cannot be changed, also if it is finished, because the learning rate falls to its end. "
+                    "Leave it out to resume an unfinished run, or give another --out for a longer or shorter one"
                 )
             if field == "replicas":
                 raise UsageError(

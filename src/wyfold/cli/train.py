@@ -31,6 +31,7 @@ from wyfold.cli import DONE, INTERRUPTED, Failure, UsageError, documents, result
 from wyfold.cli.arguments import add_backend, at_least, between, device, found_device, gate_bound, seed_number, whole
 from wyfold.cli.rundir import CHECKPOINTS, CURVE, HISTORY, RESULT
 from wyfold.cli.settings import CHOICES, LEAST_WHOLE, TASKS, TEXT, defaults
+from wyfold.runtime import pattern
 from wyfold.runtime.choices import RECOMPUTED
 
 if TYPE_CHECKING:
@@ -70,7 +71,11 @@ def _run_options(run: argparse._ActionsContainer) -> None:
     run.add_argument(
         "--out", type=Path, metavar="DIR", help="folder of the run (default: runs/NAME, by the text or task)"
     )
-    run.add_argument("--resume", action="store_true", help="continue an existing run; start no new one")
+    run.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue an existing run; start no new one. A run of a text needs the same --data again",
+    )
     run.add_argument(
         "--if-damaged",
         choices=("stop", "older", "restart"),
@@ -255,6 +260,7 @@ def run(args: argparse.Namespace) -> int:
 
     args.device = found_device(process_device(args.device))
     source, digest, about = _source(args, texts)
+    _require_text(args, digest, folder)
     with explain_wait("all processes of this run must join it"):  # by every process: none knows its rank yet
         world = _world(args)
     recipe = _recipe(args, digest, world.replicas)
@@ -361,6 +367,18 @@ def _newest_checkpoint(args: argparse.Namespace, folder: Path) -> Path | None:
             otherwise="put the file back if there is a copy, or give --if-damaged restart to begin again at step 0 "
             f"(what is damaged, and {HISTORY}, are kept under other names), or give another --out",
         ) from damage
+
+
+def _require_text(args: argparse.Namespace, digest: str, folder: Path) -> None:
+    """Refuse to continue a run of another text with the default one, because --data was left out."""
+    from wyfold.cli import integrity
+
+    found = _newest_checkpoint(args, folder) if args.task is None and args.data is None else None
+    if found is not None and integrity.read_record(found)["recipe"]["data"] != digest:
+        raise UsageError(
+            f"give --data FILE: the run in {folder} learns another text than the default one, and a run does not store "
+            "the path of its text; or give another --out"
+        )
 
 
 def _compare(args: argparse.Namespace, recipe: Recipe, folder: Path, world: World) -> None:
@@ -478,7 +496,7 @@ def _source(args: argparse.Namespace, texts: documents.Documents | None) -> tupl
 
     if args.task is None:
         text = corpus.read(args.data) if texts is None else corpus.Corpus.of(*texts)
-        return text, text.digest(), f"{text.name}: {len(text.text):,} bytes in {text.documents} documents"
+        return text, text.digest(), text.describe()
     task = objectives.task_of(args.task, pairs=args.pairs, vocabulary=args.vocabulary)
     return task, repr(task), f"{args.task}: {task}"
 
@@ -502,7 +520,7 @@ def finish(trainer: Trainer, save_every: int, about: str) -> int:
     size = sum(parameter.numel() for parameter in trainer.model.parameters())
     recipe = trainer.recipe
     say(about)
-    say(f"model: {size:,} parameters, {recipe.depth} layers ({recipe.layers})")
+    say(f"model: {size:,} parameters, {pattern.describe(recipe.layers, recipe.depth)}")
     if recipe.curriculum:
         of = "" if recipe.steps is None else f" of {recipe.steps:,}"
         say(f"curriculum: the first {recipe.curriculum:,}{of} steps have shorter rows")
@@ -526,7 +544,7 @@ def finish(trainer: Trainer, save_every: int, about: str) -> int:
         for evaluation in (evaluations[0], evaluations[-1])
     )
     say(f"validation: {first}, {last}")
-    say(f"time: {trainer.elapsed:.0f} s of training")
+    say(f"time: {trainer.elapsed:.{0 if trainer.elapsed >= 10 else 1}f} s of training")
     if recipe.curriculum and trainer.step <= recipe.curriculum:
         say(f"curriculum: the run ended within it, at step {trainer.step}: it was trained on no whole row")
     steps = [entry for entry in trainer.history if "loss" in entry]

@@ -147,7 +147,7 @@ class Trainer:
                 # At the start of an iteration, so that a run stopped between a step and its evaluation resumes with the
                 # latter.
                 due = self.step % self.recipe.eval_every == 0 or self.finished
-                full = self.step - saved >= save_every
+                full = self.step // save_every > saved // save_every  # multiples, also after a resume
                 if due or full or self.stopping:
                     self._show(display, self._read_pending())
                     self._require_finite_parameters()
@@ -172,8 +172,15 @@ class Trainer:
         if what in self.explained:
             return nullcontext()
         self.explained.add(what)
-        compiled = ", for which kernels are compiled unless they are cached" if self.device.type == "cuda" else ""
-        return explain_wait(f"the first {what} of this process{compiled}", self.world.is_main)
+        threads, reason = torch.get_num_threads(), ""
+        if self.device.type == "cuda":
+            reason = ", for which kernels are compiled unless they are cached"
+        elif self.device.type == "cpu" and threads > 1:
+            reason = (
+                f", on {threads} threads. If this machine is busy with other work, OMP_NUM_THREADS=1 is often faster "
+                "for a small model; --depth, --width and --batch make a step smaller"
+            )
+        return explain_wait(f"the first {what} of this process{reason}", self.world.is_main)
 
     def evaluate(self) -> dict[str, Any]:
         """Evaluate the model and record the entry of the history, which is returned."""

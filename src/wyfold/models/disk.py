@@ -52,7 +52,9 @@ def read_header(folder: Path) -> tuple[DecoderConfig, dict[str, TensorInfo]]:
     _safetensors()
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).exists():
-            raise FileNotFoundError(f"Decoder.load: {folder / name} is missing; give a folder that Decoder.save wrote")
+            inside = _newest_inside(folder)
+            given = "a folder that Decoder.save wrote" if inside is None else f"the decoder inside: {inside}"
+            raise FileNotFoundError(f"Decoder.load: {folder / name} is missing; give {given}")
     try:
         text = files.read_bytes(folder / CONFIG_FILE, files.LARGEST_CONFIG).decode("utf-8")
         config = DecoderConfig.from_json(text, required=NOT_IN_SHAPES)
@@ -71,6 +73,16 @@ def read_header(folder: Path) -> tuple[DecoderConfig, dict[str, TensorInfo]]:
         described = f"embedding.weight {[config.vocab_size, config.hidden_size]}"
         raise _difference(folder, described, embedding and list(embedding.shape))
     return config, infos
+
+
+def _newest_inside(folder: Path) -> Path | None:
+    """The newest decoder in a run of `wyfold train`, in its checkpoints, or in one checkpoint; None without one."""
+    if (folder / "model" / CONFIG_FILE).exists() and (folder / "model" / WEIGHTS_FILE).exists():
+        return folder / "model"
+    steps = [path.parents[1] for below in ("", "checkpoint/") for path in folder.glob(f"{below}step-*/model/*.json")]
+    numbered = {int(path.name[5:]): path / "model" for path in steps if path.name[5:].isdecimal()}
+    found = [numbered[step] for step in sorted(numbered) if (numbered[step] / WEIGHTS_FILE).exists()]
+    return found[-1] if found else None
 
 
 def require_same(folder: Path, infos: Mapping[str, TensorInfo], expected: Mapping[str, Tensor]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 MIXERS = ("delta_net", "gated_delta_net", "kda", "ttt_linear", "attention")
 ALIASES = {"gdn": "gated_delta_net"}
+_SHORT = {name: alias for alias, name in ALIASES.items()}
 
 MOST_LAYERS = 2**16
 """Limit on the layers of a model, and of one period of its pattern. Far above any model, and still quick to parse."""
@@ -31,6 +34,40 @@ def parse(pattern: object) -> tuple[str, ...]:
     if not period:
         raise ValueError(f"DecoderConfig: pattern must name at least one mixer, got {pattern[:80]!r}")
     return tuple(period)
+
+
+def describe(pattern: str, depth: int) -> str:
+    """The layers that are built, as text, with the mixers of the pattern that the depth leaves out.
+
+    The work does not grow with the depth, which may come from a file.
+
+    Example:
+        >>> describe("gdn*3 attention", 8)
+        '8 layers: 2 x (gdn*3, attention)'
+        >>> describe("gdn*3 attention", 2)
+        '2 layers: gdn*2 (the pattern has 4 layers, a depth of 2 uses the first 2: no attention)'
+    """
+    period = parse(pattern)
+    whole, rest = divmod(depth, len(period))
+    if len(set(period)) == 1:
+        listed = _counted([(period[0], depth)])
+    elif whole > 1:
+        listed = ", ".join([f"{whole} x ({_listed(period)})", *([_listed(period[:rest])] if rest else [])])
+    else:
+        listed = _listed((period * 2)[:depth])
+    missing = [_SHORT.get(name, name) for name in dict.fromkeys(period) if name not in period[:depth]]
+    used = "the first" if depth == 1 else f"the first {depth}"
+    cut = f" (the pattern has {len(period)} layers, a depth of {depth} uses {used}: no {', no '.join(missing)})"
+    return f"{depth} {'layer' if depth == 1 else 'layers'}: {listed}{cut if missing else ''}"
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return _counted([(name, len(list(run))) for name, run in itertools.groupby(names)])
+
+
+def _counted(runs: list[tuple[str, int]]) -> str:
+    """Mixers with the number of their repetitions, as in a pattern, and commas."""
+    return ", ".join(f"{_SHORT.get(name, name)}{f'*{count}' if count > 1 else ''}" for name, count in runs)
 
 
 def canonical(field: str, name: str) -> str:
