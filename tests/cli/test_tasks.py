@@ -2,11 +2,13 @@
 
 import argparse
 import json
+import shlex
 
 import pytest
 from tests.cli.test_train import history, stop_after, weights
 
 from wyfold.cli import integrity, main
+from wyfold.cli import tasks as tasks_verb
 from wyfold.cli.train import add_arguments, fill_options
 from wyfold.cli.trainer import Trainer
 
@@ -235,6 +237,13 @@ def test_the_table_has_every_run_and_repeats_none(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(Trainer, "_take_step", none)
     assert tasks(tmp_path) == 0
     assert json.loads((tmp_path / "tasks.json").read_text())["runs"] == table["runs"]
+
+
+def test_a_row_lists_the_layers_that_are_built(tmp_path):
+    """It was the pattern, times the depth: "gdn*3 attention x 2" for two layers without attention."""
+    words = f"{TINY} --length 8 --eval-lengths 12 --layers 'gdn*3 attention' --depth 2"
+    assert main(["train", "--out", str(tmp_path), "--task", "parity", *shlex.split(words)]) == 0
+    assert tasks_verb.row(tasks_verb._result(tmp_path / "result.json"))[1].startswith("gdn*2; ")
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from wyfold.cli import DONE, UsageError, records, results, rundir, say, train
 from wyfold.cli.arguments import add_backend, device, found_device, gate_bound, seed_number
 from wyfold.cli.integrity import DamagedError
 from wyfold.cli.settings import TASKS
+from wyfold.runtime import pattern
 
 LAYERS = ("delta_net", "gated_delta_net", "kda")
 STATE_TRACKING = ("parity", "s5")
@@ -144,7 +145,7 @@ def row(found: dict[str, Any]) -> tuple[str, ...]:
     others = {length: part for length, part in found.get("accuracy_at", {}).items() if length != own}
     return (
         recipe["task"],
-        f"{recipe['layers']} x {recipe['depth']}, {recipe['width']}{gate}",
+        f"{pattern.built(recipe['layers'], recipe['depth'])}; {recipe['width']}{gate}",
         "[-1, 1]" if recipe["neg_eigval"] else "[0, 1]",
         str(recipe["seed"]),
         f"{found['parameters']:,}",

@@ -39,8 +39,6 @@ def parse(pattern: object) -> tuple[str, ...]:
 def describe(pattern: str, depth: int) -> str:
     """The layers that are built, as text, with the mixers of the pattern that the depth leaves out.
 
-    The work does not grow with the depth, which may come from a file.
-
     Example:
         >>> describe("gdn*3 attention", 8)
         '8 layers: 2 x (gdn*3, attention)'
@@ -48,17 +46,26 @@ def describe(pattern: str, depth: int) -> str:
         '2 layers: gdn*2 (the pattern has 4 layers, a depth of 2 uses the first 2: no attention)'
     """
     period = parse(pattern)
-    whole, rest = divmod(depth, len(period))
-    if len(set(period)) == 1:
-        listed = _counted([(period[0], depth)])
-    elif whole > 1:
-        listed = ", ".join([f"{whole} x ({_listed(period)})", *([_listed(period[:rest])] if rest else [])])
-    else:
-        listed = _listed((period * 2)[:depth])
     missing = [_SHORT.get(name, name) for name in dict.fromkeys(period) if name not in period[:depth]]
     used = "the first" if depth == 1 else f"the first {depth}"
     cut = f" (the pattern has {len(period)} layers, a depth of {depth} uses {used}: no {', no '.join(missing)})"
-    return f"{depth} {'layer' if depth == 1 else 'layers'}: {listed}{cut if missing else ''}"
+    return f"{depth} {'layer' if depth == 1 else 'layers'}: {built(pattern, depth)}{cut if missing else ''}"
+
+
+def built(pattern: str, depth: int) -> str:
+    """The layers that are built, as a list. The work does not grow with the depth, which may come from a file.
+
+    Example:
+        >>> built("gdn*3 attention", 6)
+        'gdn*3, attention, gdn*2'
+    """
+    period = parse(pattern)
+    whole, rest = divmod(depth, len(period))
+    if len(set(period)) == 1:
+        return _counted([(period[0], depth)])
+    if whole > 1:
+        return ", ".join([f"{whole} x ({_listed(period)})", *([_listed(period[:rest])] if rest else [])])
+    return _listed((period * 2)[:depth])
 
 
 def _listed(names: tuple[str, ...]) -> str:
