@@ -78,7 +78,7 @@ class WithoutLayouts:
             return Shared(dtype, value.handle.data.copy())
         return Shared(dtype, np.full([int(n) for n in shape], 0x7FC0, width))  # NaN
 
-    def async_copy_global_to_shared(self, held: Shared, p: Any, mask: Any) -> None:
+    def copy_async(self, held: Shared, p: Any, mask: Any) -> None:
         held.store(tl.load(p, mask=mask, other=0.0))
 
     def commit_group(self) -> None:
@@ -92,7 +92,7 @@ def interpreted(kernel: Any, gl: WithoutLayouts, made: dict[Any, InterpretedFunc
     """A Gluon function and its callees as interpreted Triton functions; `made` caches those already converted."""
     source = kernel.fn
     if source not in made:
-        names = source.__globals__ | {"gl": gl, "async_copy": gl, "tl": tl}
+        names = source.__globals__ | {"gl": gl, "async_copy": gl, "copy_async": gl.copy_async, "tl": tl}
         function = types.FunctionType(source.__code__, names, source.__name__, source.__defaults__)
         function.__module__ = source.__module__
         made[source] = InterpretedFunction(function)

@@ -47,10 +47,10 @@ def test_loading_errors_name_the_file(config, tmp_path):
         Decoder.load(tmp_path)
 
 
-def test_without_safetensors_the_extra_is_named(config, tmp_path, monkeypatch):
+def test_without_safetensors_the_package_is_named(config, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     for action in (lambda: Decoder(config).save(tmp_path), lambda: Decoder.load(tmp_path)):
-        with pytest.raises(ImportError, match=r"wyfold\[cli\]"):
+        with pytest.raises(ImportError, match=r"need safetensors: pip install safetensors$"):
             action()
     assert list(tmp_path.iterdir()) == []

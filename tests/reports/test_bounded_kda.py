@@ -102,4 +102,4 @@ def test_the_table_has_a_bound_where_there_is_kda(tmp_path: Path, capsys):
     table = json.loads((tmp_path / "tasks.json").read_text())
     assert [run["recipe"]["kda_lower_bound"] for run in table["runs"]] == [-4, None]
     assert "--kda-lower-bound -4" in table["command"]
-    assert "kda x 1, 16, gate above -4" in capsys.readouterr().out
+    assert "kda; 16, gate above -4" in capsys.readouterr().out

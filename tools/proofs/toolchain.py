@@ -18,6 +18,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--budget", type=float, default=280, help="seconds (default: %(default)s)")
     parser.add_argument("--workers", default="14", help="processes of pytest (default: %(default)s)")
-    parser.add_argument("--cache", type=Path, default=Path("/tmp/wyfold-toolchain"), help="of compiled kernels")
+    parser.add_argument(
+        "--cache", type=Path, default=Path(tempfile.gettempdir(), "wyfold-toolchain"), help="of compiled kernels"
+    )
     parser.add_argument("--only", choices=("times", "tests"), help="one of the two parts")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--time", help=argparse.SUPPRESS)  # internal: the child process that times the shapes
