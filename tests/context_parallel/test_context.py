@@ -261,6 +261,26 @@ MODULES = {
 }
 
 
+def few_tokens(given: None, group: dist.ProcessGroup) -> None:
+    """Attention of fewer tokens than ranks: ranks without tokens take part in both directions."""
+    for tokens in (0, 1, 3):
+        for window in (None, 1, 2):
+            torch.manual_seed(tokens)
+            layer = layers.SoftmaxAttention(8, 2, head_dim=4, window=window).double()
+            x = torch.randn(2, tokens, 8, dtype=torch.float64, requires_grad=True)
+            context = build_cp_context(None, group, total_tokens=tokens)
+            y = layer(context.shard(x).contiguous(), cp_context=context)
+            y.sum().backward()
+            assert x.grad is not None
+            dist.all_reduce(x.grad, group=group)
+            leaf = x.detach().requires_grad_()
+            expected = layer(leaf)
+            expected.sum().backward()
+            with torch.no_grad():
+                assert torch.allclose(context.unshard(y), expected)
+            assert torch.allclose(x.grad, leaf.grad)
+
+
 # --- errors, on all ranks at once ------------------------------------------------------------------------------------
 
 
@@ -488,6 +508,7 @@ CASES = {name: Case(x.prepare, x.run, most=8 if x.seed % 2 else 3) for name, x i
 CASES |= {name: Case(x.prepare, x.run, most=3) for name, x in MODULES.items()}
 CASES |= {run.__name__: Case(lambda: None, run, most=3) for run in (errors, compared_once, explained, context_methods)}
 CASES["sharded parameters"] = Case(unsharded, sharded, most=4)
+CASES |= {"attention of few tokens": Case(lambda: None, few_tokens, most=4)}
 CASES |= {"other ways": Case(lambda: None, compiled_or_checkpointed, most=2)}
 DEATH = {"a rank dies": Case(lambda: None, rank_dies)}
 

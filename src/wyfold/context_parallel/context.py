@@ -18,6 +18,7 @@ from torch import Tensor
 
 from wyfold.context_parallel import collectives
 from wyfold.context_parallel.partition import LAYOUTS, Piece, Range, owned_ranges, partition_sequences
+from wyfold.context_parallel.preceding import Routes, preceding_routes
 from wyfold.context_parallel.rank_segments import SegmentCounts, segment_tables
 from wyfold.context_parallel.routes import backward_routes, forward_routes
 from wyfold.runtime import check
@@ -113,6 +114,7 @@ class ContextParallel:
         self._passed: set[tuple[str, Hashable]] = set()  # operators, and kinds of their calls, that passed the checks
         self._tensors: dict[tuple[object, ...], Tensor] = {}
         self._table_cache: dict[tuple[Any, ...], tuple[list[int], SegmentCounts]] = {}
+        self._preceding: dict[int | None, Routes] = {}
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -281,6 +283,14 @@ class ContextParallel:
         return self._cached(
             ("backward_routes", device), lambda: torch.tensor(backward_routes(self.partition, self.rank), device=device)
         )
+
+    def preceding_routes(self, count: int | None) -> Routes:
+        """Cached `preceding.preceding_routes` of this rank for these boundaries."""
+        if torch.compiler.is_compiling():
+            return preceding_routes(self.partition, self.rank, count)
+        if count not in self._preceding:
+            self._preceding[count] = preceding_routes(self.partition, self.rank, count)
+        return self._preceding[count]
 
     def all_gather(self, x: Tensor) -> Tensor:
         """`collectives.all_gather` in this group; x must have the same shape and dtype on all ranks."""

@@ -78,7 +78,7 @@ def with_preceding_rows(x: Tensor, context: ContextParallel, count: int | None) 
             backward is a collective.
         before: For each piece, the number of rows before it.
     """
-    routes = preceding_routes(context.partition, context.rank, count)
+    routes = context.preceding_routes(count)
     rows: Tensor = _WithPrecedingRows.apply(x, context, routes)
     return rows, [sum(source.stop - source.start for source in sources) for sources in routes.pieces]
 
