@@ -6,6 +6,7 @@ what is replaced, no constructor, and no attributes besides the two flags.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,6 +23,17 @@ def _boundaries(op: str, kwargs: dict[str, Any]) -> Tensor | None:
     if boundaries is None and kwargs.get("seq_idx") is not None:
         raise ValueError(f"{op}: boundaries must be given as cu_seq_lens_q, got seq_idx alone")
     return boundaries
+
+
+def _rule(
+    operator: Callable[..., Any],
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    options: tuple[Tensor | None, bool, bool],
+    kwargs: dict[str, Any],
+) -> Result:
+    """Run an operator on q, k, v, g and beta, under its own name in messages."""
+    op = operator.__name__
+    return operators.delta_rule(op, operator, tensors, *options, _boundaries(op, kwargs))
 
 
 class chunk_gated_delta_rule(nn.Module):
@@ -43,9 +55,8 @@ class chunk_gated_delta_rule(nn.Module):
         use_qk_l2norm_in_kernel: bool = False,
         **kwargs: Any,
     ) -> Result:
-        op, operator = "chunk_gated_delta_rule", gated_delta_rule.chunk_gated_delta_rule
         options = initial_state, output_final_state, use_qk_l2norm_in_kernel
-        return operators.delta_rule(op, operator, (query, key, value, g, beta), *options, _boundaries(op, kwargs))
+        return _rule(gated_delta_rule.chunk_gated_delta_rule, (query, key, value, g, beta), options, kwargs)
 
 
 class recurrent_gated_delta_rule(nn.Module):
@@ -66,9 +77,8 @@ class recurrent_gated_delta_rule(nn.Module):
         use_qk_l2norm_in_kernel: bool = False,
         **kwargs: Any,
     ) -> Result:
-        op, operator = "fused_recurrent_gated_delta_rule", gated_delta_rule.fused_recurrent_gated_delta_rule
         options = initial_state, output_final_state, use_qk_l2norm_in_kernel
-        return operators.delta_rule(op, operator, (query, key, value, g, beta), *options, _boundaries(op, kwargs))
+        return _rule(gated_delta_rule.fused_recurrent_gated_delta_rule, (query, key, value, g, beta), options, kwargs)
 
 
 class chunk_kimi_delta_attention(nn.Module):
@@ -91,8 +101,7 @@ class chunk_kimi_delta_attention(nn.Module):
         **kwargs: Any,
     ) -> Result:
         options = initial_state, output_final_state, use_qk_l2norm_in_kernel
-        boundaries = _boundaries("chunk_kda", kwargs)
-        return operators.delta_rule("chunk_kda", kda.chunk_kda, (query, key, value, g, beta), *options, boundaries)
+        return _rule(kda.chunk_kda, (query, key, value, g, beta), options, kwargs)
 
 
 class recurrent_kimi_delta_attention(nn.Module):
@@ -113,9 +122,8 @@ class recurrent_kimi_delta_attention(nn.Module):
         use_qk_l2norm_in_kernel: bool = False,
         **kwargs: Any,
     ) -> Result:
-        op, operator = "fused_recurrent_kda", kda.fused_recurrent_kda
         options = initial_state, output_final_state, use_qk_l2norm_in_kernel
-        return operators.delta_rule(op, operator, (query, key, value, g, beta), *options, _boundaries(op, kwargs))
+        return _rule(kda.fused_recurrent_kda, (query, key, value, g, beta), options, kwargs)
 
 
 class causal_conv1d_fn(nn.Module):

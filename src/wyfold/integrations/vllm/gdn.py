@@ -196,16 +196,19 @@ def verify(
     if initial_state is None or ssm_state_indices is None or cu_seqlens is None:
         raise UnsupportedError("verify: needs initial_state, ssm_state_indices and cu_seqlens, got None", {})
     T, HV = v.shape[1], v.shape[2]
+    slots, accepted = rows(cu_seqlens, ssm_state_indices, num_accepted_tokens)
     o = serving.verify(
-        q, k, v, a.view(1, T, HV), b.view(1, T, HV), initial_state, rows(ssm_state_indices, cu_seqlens),
+        q, k, v, a.view(1, T, HV), b.view(1, T, HV), initial_state, slots,
         state_v_first=True, cu_seqlens=cu_seqlens, pad_slot_id=NULL_SLOT, use_gate_in_kernel=True, A_log=A_log,
         dt_bias=dt_bias, use_beta_sigmoid_in_kernel=True, scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        num_accepted_tokens=None if num_accepted_tokens is None else num_accepted_tokens[: len(cu_seqlens) - 1],
+        num_accepted_tokens=accepted,
     )  # fmt: skip
     return o, initial_state
 
 
-def rows(state_indices: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Slots of the N rows that cu_seqlens has, [N, C]. vLLM's buffer may have more rows."""
-    given = state_indices[: len(cu_seqlens) - 1]
-    return given if given.ndim == 2 else given[:, None]
+def rows(cu_seqlens: Tensor, state_indices: Tensor, num_accepted_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Slots [N, C] and accepted tokens [N] of the N rows that cu_seqlens has. vLLM's buffers may have more rows."""
+    N = len(cu_seqlens) - 1
+    slots = state_indices[:N]
+    accepted = None if num_accepted_tokens is None else num_accepted_tokens[:N]
+    return slots if slots.ndim == 2 else slots[:, None], accepted

@@ -147,10 +147,11 @@ def verify(
         o: [1, T, H, V].
         initial_state: The tensor given.
     """
+    slots, accepted = rows(cu_seqlens, ssm_state_indices, num_accepted_tokens)
     o = serving.verify(
-        q, k, v, raw_g, raw_beta, initial_state, rows(ssm_state_indices, cu_seqlens), state_v_first=True,
+        q, k, v, raw_g, raw_beta, initial_state, slots, state_v_first=True,
         cu_seqlens=cu_seqlens, pad_slot_id=NULL_SLOT, use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias,
         lower_bound=lower_bound, use_beta_sigmoid_in_kernel=True, use_qk_l2norm_in_kernel=True, out=out,
-        num_accepted_tokens=None if num_accepted_tokens is None else num_accepted_tokens[: len(cu_seqlens) - 1],
+        num_accepted_tokens=accepted,
     )  # fmt: skip
     return o, initial_state

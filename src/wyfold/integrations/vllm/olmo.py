@@ -80,9 +80,10 @@ def verify(
     """
     if initial_state is None or ssm_state_indices is None or cu_seqlens is None or not inplace_final_state:
         raise UnsupportedError("verify: needs a pool that is updated in place, slots and cu_seqlens", {})
+    slots, accepted = gdn.rows(cu_seqlens, ssm_state_indices, num_accepted_tokens)
     o = serving.verify(
-        q, k, v, g, beta, initial_state, gdn.rows(ssm_state_indices, cu_seqlens), state_v_first=True,
+        q, k, v, g, beta, initial_state, slots, state_v_first=True,
         cu_seqlens=cu_seqlens, pad_slot_id=gdn.NULL_SLOT, scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        num_accepted_tokens=None if num_accepted_tokens is None else num_accepted_tokens[: len(cu_seqlens) - 1],
+        num_accepted_tokens=accepted,
     )  # fmt: skip
     return o, initial_state
