@@ -46,7 +46,7 @@ SHAPES = {
     "delta_rule": (4, 8192, 32, 32, 128, 128),
     "ttt": (16, 4096, 32, 32, 64, 64),
 }
-"""Operator by its name in `wyfold bench` -> B, T, H, HV, K, V. Kernels take longer than the host needs to launch them."""
+"""Operator by its name in `wyfold bench` -> B, T, H, HV, K, V. The GPU bounds the times, not the host."""
 
 TURNS = 2
 """Processes of each Triton that time the shapes, alternately."""
