@@ -62,7 +62,7 @@ def test_output_gradients_are_not_parallel_to_inputs():
 
 def test_a_wrong_row_fails_with_exit_code_1(few, monkeypatch, capsys):
     wrong_row(monkeypatch)
-    assert main(["verify", "--quick"]) == 1
+    assert main(["verify", "--quick", "--device", "cpu"]) == 1
     said = capsys.readouterr().out
     assert "FAIL chunk_delta_rule, float64: o " in said
     assert "FAIL chunk_delta_rule, float32: o " in said
@@ -82,11 +82,11 @@ def test_a_wrong_gradient_fails(monkeypatch):
 
 
 def test_correct_results_end_with_0_and_json(few, tmp_path, capsys):
-    assert main(["verify", "--quick", "--seed", "4", "--out", str(tmp_path)]) == 0
+    assert main(["verify", "--quick", "--device", "cpu", "--seed", "4", "--out", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("cpu-*-verify-errors.json")
     record = json.loads(file.read_text())
     assert {"date", "command", "hardware", "versions", "commit", "modified", "threads", "seed"} <= set(record)
-    assert record["command"] == "wyfold verify --quick --seed 4"
+    assert record["command"].replace(" --device cpu", "") == "wyfold verify --quick --seed 4"  # as on a CPU
     assert [(o["operator"], o["dtype"]) for o in record["operators"]] == [(n, d) for n in FEW for d in verify.DTYPES]
     for operator in record["operators"]:
         assert operator["pass"] is True
@@ -157,7 +157,7 @@ def test_the_dispatched_backend_is_measured_else_eager(monkeypatch):
 
 def test_a_dtype_that_the_device_lacks_is_reported_and_skipped(few, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(verify, "missing_dtypes", lambda device: {"float64": "no such dtype here"})
-    assert main(["verify", "--quick", "--out", str(tmp_path)]) == 0
+    assert main(["verify", "--quick", "--device", "cpu", "--out", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("cpu-*-verify-errors.json")
     record = json.loads(file.read_text())
     assert record["not_run"] == {"float64": "no such dtype here"}

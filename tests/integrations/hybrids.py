@@ -35,6 +35,8 @@ PICKS = {"layer_types": ["linear_attention", "indexed_attention", "linear_attent
 FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "lara_mini", "kimi_linear", "bailing_hybrid")
 PICKING = ("qwen4_exp", "glm5_next")
 """Types whose attention selects tokens from the whole row."""
+ROUTED = ("qwen3_next", "qwen3_5_moe", "lara_mini", "kimi_linear", "bailing_hybrid")
+"""Types with experts, of which a router selects 2 of 4 for each token."""
 SINCE = {
     "kimi_linear": (5, 17),
     "bailing_hybrid": (5, 20),

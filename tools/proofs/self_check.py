@@ -206,18 +206,21 @@ def main() -> int:
         cache = {"WYFOLD_CACHE": folder}
         for job in ("first", "again"):
             command = [sys.executable, __file__, "--job", job, "--out", str(args.out)]
-            running = Job(f"{job} process", [command], [cache], limit_s=ledger.left)
-            with ledger.step(job, "all calls", 30):
-                running.begin(Path(folder))
-                while not running.over():
-                    time.sleep(0.2)
-                running.read(Path(folder), ledger)
-        with ledger.step("verify", "wyfold verify --quick", 60):
-            began = time.monotonic()
-            command = [sys.executable, "-m", "wyfold", "verify", "--quick", "--device", "cuda", "--out", str(args.out)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=ledger.left, check=False)
-            said = [line for line in done.stdout.splitlines() if "FAIL" in line or " passed" in line]
-            ledger.add("verify", "--quick", done.returncode == 0, seconds=time.monotonic() - began, said=said[:20])
+            with ledger.step(job, "all calls", 30) as enough:
+                if enough:
+                    running = Job(f"{job} process", [command], [cache], limit_s=ledger.left)
+                    running.begin(Path(folder))
+                    while not running.over():
+                        time.sleep(0.2)
+                    running.read(Path(folder), ledger)
+        with ledger.step("verify", "wyfold verify --quick", 60) as enough:
+            if enough:
+                began = time.monotonic()
+                words = ["verify", "--quick", "--device", "cuda", "--out", str(args.out)]
+                command = [sys.executable, "-m", "wyfold", *words]
+                done = subprocess.run(command, capture_output=True, text=True, timeout=ledger.left, check=False)
+                said = [line for line in done.stdout.splitlines() if "FAIL" in line or " passed" in line]
+                ledger.add("verify", "--quick", done.returncode == 0, seconds=time.monotonic() - began, said=said[:20])
     return ledger.close()
 
 
