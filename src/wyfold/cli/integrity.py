@@ -102,18 +102,15 @@ def newest(root: Path) -> Path | None:
     Raises:
         DamagedError: it is damaged. The error names the newest intact one.
     """
-    for listing in range(2):
-        found = step_folders(root)
-        if not found:
-            return None
+    while found := step_folders(root):
         try:
             verify(found[-1])
         except DamagedError as damage:
-            if not listing and not found[-1].exists():
+            if not found[-1].exists():
                 continue  # a running training removed it after it was listed
             raise damage.of_run(found[-1], found[:-1]) from damage
-        break
-    return found[-1]
+        return found[-1]
+    return None
 
 
 def newest_intact(root: Path, among: Collection[Path] | None = None) -> Path | None:

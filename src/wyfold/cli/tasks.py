@@ -118,11 +118,11 @@ def run(args: argparse.Namespace) -> int:
             return code
         runs.append(_result(folder / rundir.RESULT))
         # After every run, so that an interruption leaves a table of the finished runs.
-        file = results.write(args.out, TABLE, {"kind": "tasks", **_provenance(args), "runs": runs})
+        results.write(args.out, TABLE, {"kind": "tasks", **_provenance(args), "runs": runs})
     results.show(
         "known tasks, answers on held-out rows that are right", COLUMNS, [row(found) for found in runs], labels=4
     )
-    say(f"\ntable: {file}")
+    say(f"\ntable: {args.out / TABLE}")
     return DONE
 
 

@@ -97,18 +97,18 @@ def ttt_linear(
     for rows, states in pieces:
         S = initial_state[states].to(work)  # [n, HV, D, D]
         c = initial_state_bias[states, :, 0].to(work)  # [n, HV, D]
-        for t in range(rows.start, rows.stop):
-            if (t - rows.start) % chunk_size == 0:
-                S0, c0, G, a = S, c, torch.zeros_like(S), torch.zeros_like(c)
-            x, r = _norm(torch.einsum("nhkv,nhk->nhv", S0, k[:, t]) + c0, eps)
-            y = w * (w * x + b - (v[:, t] - k[:, t]))
-            n = r / D * (D * y - y.sum(-1, keepdim=True) - x * (y * x).sum(-1, keepdim=True)) * factor[:, t]
-            G = G + torch.einsum("nhk,nhv->nhkv", k[:, t], n)
-            a = a + n
-            S = S0 - step[:, t, :, :, None] * G
-            c = c0 - step[:, t] * a
-            o = scale * torch.einsum("nhkv,nhk->nhv", S, q[:, t]) + c
-            out.append(((o if residual == "o" else q[:, t]) + w * _norm(o, eps)[0] + b).unsqueeze(1))
+        for start in range(rows.start, rows.stop, chunk_size):
+            S0, c0, G, a = S, c, torch.zeros_like(S), torch.zeros_like(c)
+            for t in range(start, min(start + chunk_size, rows.stop)):
+                x, r = _norm(torch.einsum("nhkv,nhk->nhv", S0, k[:, t]) + c0, eps)
+                y = w * (w * x + b - (v[:, t] - k[:, t]))
+                n = r / D * (D * y - y.sum(-1, keepdim=True) - x * (y * x).sum(-1, keepdim=True)) * factor[:, t]
+                G = G + torch.einsum("nhk,nhv->nhkv", k[:, t], n)
+                a = a + n
+                S = S0 - step[:, t, :, :, None] * G
+                c = c0 - step[:, t] * a
+                o = scale * torch.einsum("nhkv,nhk->nhv", S, q[:, t]) + c
+                out.append(((o if residual == "o" else q[:, t]) + w * _norm(o, eps)[0] + b).unsqueeze(1))
         final.append(S)
         final_bias.append(c.unsqueeze(2))
 

@@ -62,11 +62,11 @@ def replayed(tensors: tuple[Any, ...], values: tuple[Any, ...], run: Callable[[]
         return run()
     addresses: list[int] = []
     key = _key(tensors, values, addresses)
-    try:
-        recording = None if key is None else _recordings.get(key)
-    except TypeError:  # an argument of an illegal type, which cannot be hashed
-        key = None
     if key is None:
+        return run()
+    try:
+        recording = _recordings.get(key)
+    except TypeError:  # an argument of an illegal type, which cannot be hashed
         return run()
     if type(recording) is Recording:
         return recording.run(tensors, addresses) if recording.guards_hold(tensors, values) else run()

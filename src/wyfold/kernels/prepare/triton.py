@@ -258,9 +258,11 @@ def wyfold_prepare_triton(
 
     o_r = tl.arange(0, BT)
     b_beta = load_strength(p_beta, s_beta, b, t, i_hv, rows, beta_most, LOGIT, BT)
+    # A 0 that the compiler cannot fold, for addresses in sub-chunks.
+    opaque_zero = tl.minimum(T, 0)
+    # Without a channel gate, the chunk's keys and gate stay in registers.
+    b_keys, b_g = None, None
     if CHANNEL:
-        # A 0 that the compiler cannot fold, for addresses in sub-chunks.
-        opaque_zero = tl.minimum(T, 0)
         b_rq, b_rk, b_qk = _row_products(x_q, s_q, x_k, s_k, b, t, i_h, rows, K, BT, NORM)
         b_JT, b_PT = tl.zeros((BT // 16, BT, 16), tl.float32), tl.zeros((BT // 16, BT, 16), tl.float32)
         for column in tl.range(0, K, BK, num_stages=STAGES):
@@ -295,14 +297,14 @@ def wyfold_prepare_triton(
         b_J = tl.trans(b_JT)
     else:
         b_q = load_token_block(x_q, s_q, b, t, i_h, 0, rows, T, K, BT, BK, USE_TMA, USE_TMA)
-        b_k = load_token_block(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, USE_TMA, USE_TMA)
+        b_keys = load_token_block(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, USE_TMA, USE_TMA)
         _, b_g = load_gate(
             p_g, s_g, p_A_log, p_dt_bias, b, t, i_hv, 0, rows, lower_bound, clamp, GATE, ACTIVATION, K, BT, BK
         )
         b_rq, b_rk = tl.full((BT,), 1.0, tl.float32), tl.full((BT,), 1.0, tl.float32)
         if NORM:
-            b_rq, b_rk = reciprocal_norm(b_q), reciprocal_norm(b_k)
-        b_J, b_JT, b_PT = decayed_grams_transposed(b_q, b_k, b_rq, b_rk, b_g, GATE, BT, OP, PRECISION)
+            b_rq, b_rk = reciprocal_norm(b_q), reciprocal_norm(b_keys)
+        b_J, b_JT, b_PT = decayed_grams_transposed(b_q, b_keys, b_rq, b_rk, b_g, GATE, BT, OP, PRECISION)
 
     b_divisor = nonzero_beta(b_beta)
     if WHOLE:
@@ -339,7 +341,7 @@ def wyfold_prepare_triton(
         b_in, b_out, total = scalar_rows(running_sum(b_g, GATE), GATE, BT)
         tl.store(p_total + i_tile, total)
         if p_E is not None:
-            b_E = mm_exact(b_AT * (b_out * b_rk)[None, :], b_k.to(tl.float32), None, EXACT)
+            b_E = mm_exact(b_AT * (b_out * b_rk)[None, :], tl.cast(b_keys, tl.float32), None, EXACT)
             store_tile(p_E, i_tile, 0, 0, b_E, BT, K, BT, BK)
     b_in_k, b_in_q, b_out = b_in * b_rk, b_in * b_rq, b_out * b_rk
     if p_back is not None:

@@ -640,10 +640,9 @@ def _step(
     if not FULL:
         Sk, Sq = warpgroup_mma_wait(0, deps=[Sk, Sq])
     v = smem.v.index(stage * PARTS + part).permute((1, 0)).load(LC)
-    if not CHANNEL:
-        in_k, in_q = factors.slice(0, BT).load(ROW), factors.slice(BT, BT).load(ROW)
-    if FOLDED:
-        beta = factors.slice(3 * BT, BT).load(ROW)
+    # The compiler drops the loads that a gate kind or a form does not use.
+    in_k, in_q = factors.slice(0, BT).load(ROW), factors.slice(BT, BT).load(ROW)
+    beta = factors.slice(3 * BT, BT).load(ROW)
     if FULL:
         Sk = warpgroup_mma_wait(1, deps=[Sk])
     if CHANNEL:
@@ -652,6 +651,7 @@ def _step(
         R = v.to(gl.float32) - Sk * in_k[None, :]
     if not FULL:
         R = gl.where((gl.arange(0, BT, layout=ROW) < coords.tail_rows)[None, :], R, 0.0)
+    e, beta_out = zero_acc, beta  # read without FOLDED alone
     if FOLDED:
         y = gl.convert_layout((R * beta[None, :]).to(OP), AC, assert_trivial=True)
         if FULL:

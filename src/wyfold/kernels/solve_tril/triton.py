@@ -92,8 +92,7 @@ def wyfold_solve_tril_triton(
     b_L = load_diagonal(p_L, s_L, rows, heads, BT)
     # Pairs of one head are 32 rows and columns apart.
     APART: tl.constexpr = 32 if BT == 64 else 0
-    if BT >= 32:
-        b_lower = load_blocks(p_L, s_L, 16, 0, APART, rows, heads, 2, 16)
+    b_lower = load_blocks(p_L, s_L, 16, 0, APART, rows, heads, 2, 16) if BT >= 32 else None
     b_X = inverse_by_substitution(b_L, 2, 2)  # [pair, row, half, column]
     if BT == 16:
         store_diagonal(p_X, s_X, b_X, rows, heads)

@@ -393,6 +393,7 @@ def wyfold_gradients_gluon(
     dP = gl.where(o_r[:, None] >= o_c[None, :], dP * weight * (scale * r_q)[:, None], 0.0)
     J_operand, P_operand = dJ.to(X.dtype), dP.to(X.dtype)
     opaque_zero = (gl.minimum(T, 0) - gl.minimum(per_sequence, 0)).to(gl.int32)
+    dg = beta_r  # never read without a gate
     if SCALAR:
         dg = _pair_sums(dJ, dP, s_q, s_k, pair, opaque_zero, BT)
     else:

@@ -375,6 +375,7 @@ def wyfold_gradients_channel_gluon(
         if LOGIT:
             beta = gl.where(o_1 < rows, sigmoid(beta) * beta_most, 0.0)
     betas.store(beta)
+    norms_q, norms_k = betas, betas
     if NORM:
         norms_q = gl.allocate_shared_memory(gl.float32, [BT], NUMBERS)
         norms_k = gl.allocate_shared_memory(gl.float32, [BT], NUMBERS)
@@ -831,6 +832,7 @@ def _near_pairs_half(
         t_g = _row_block(tiles.g, h, 32)
     else:
         t_g = tiles.g.slice(32 * h, 32)
+    raw = None
     if ACTIVATION == "given":
         raw = t_g.load(NEAR).to(gl.float32)
         a = exp2(_log_gate(raw, 0.0, gate, True, ACTIVATION))
@@ -846,7 +848,7 @@ def _near_pairs_half(
         gl.store(p_dots + o_t + BT, gl.sum(gl.fma(k, dk, 0.0), axis=1))
     t_q.store(dq.to(t_q.dtype))
     t_k.store(dk.to(t_k.dtype))
-    if ACTIVATION != "given":
+    if raw is None:
         raw = t_g.load(NEAR).to(gl.float32)
     dx, dA = activated_bwd(raw, dg, gate.rate, bias, gate.lower_bound, gate.clamp, CLAMPED, ACTIVATION)
     t_g.store(dx.to(t_g.dtype))

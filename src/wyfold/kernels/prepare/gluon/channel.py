@@ -260,15 +260,16 @@ def wyfold_prepare_channel_gluon(
     pid = gl.program_id(0)
     # Where every chunk is full, the chunk's number gives its first token: no load waits for a division.
     TOKEN_FROM_PID: gl.constexpr = FULL and USE_TMA
+    b, t, rows = None, None, BT
     if not TOKEN_FROM_PID:
         i_n, _, b, t, rows = chunk_span(
             (pid // HV).to(gl.int64), p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT
         )
-    if PACKED:
-        if i_n == N:
-            if clear:
-                clear_tokens(p_o, s_o, b, t, (pid % HV).to(gl.int64), rows, V, BT, BV)
-            return
+        if PACKED:
+            if i_n == N:
+                if clear:
+                    clear_tokens(p_o, s_o, b, t, (pid % HV).to(gl.int64), rows, V, BT, BV)
+                return
 
     gate_buffer = gl.allocate_shared_memory(gl.float32, [BT, K], FULL32)
     gates = gl.allocate_shared_memory(gl.float32, [BT, K], FULL32)
@@ -303,17 +304,17 @@ def wyfold_prepare_channel_gluon(
     # No hoisting: values common to all tiles, mostly addresses of lanes, would spill if they were kept.
     for tile in tl.range(pid, last, gl.num_programs(0), disable_licm=True):
         i_tile, i_hv = tile.to(gl.int64), (tile % HV).to(gl.int64)
+        i_b, i_t = b, t
         if TOKEN_FROM_PID:
-            i_n, _, b, t, _ = chunk_span(
+            _, _, i_b, i_t, _ = chunk_span(
                 (tile // HV).to(gl.int64), p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT
             )
-            rows = BT
 
         # Per-row numbers, two in each lane of every warp.
         o = gl.arange(0, BT, layout=ONE)
         beta = gl.where(o < rows, 1.0, 0.0)
         if p_beta is not None:
-            at = p_beta + (b * s_beta[0] + t * s_beta[1] + i_hv * s_beta[2])
+            at = p_beta + (i_b * s_beta[0] + i_t * s_beta[1] + i_hv * s_beta[2])
             beta = gl.load(at + o.to(gl.int64) * s_beta[1], mask=o < rows, other=0.0).to(gl.float32)
             if LOGIT:
                 beta = gl.where(o < rows, sigmoid(beta) * beta_most, 0.0)

@@ -232,13 +232,14 @@ def wyfold_prepare_gluon(
     i_h = i_hv // (HV // H)
     # Where every chunk is full, the chunk's number gives its first token: no load waits for a division.
     TOKEN_FROM_PID: gl.constexpr = FULL and USE_TMA
+    b, t, rows = None, None, BT
     if not TOKEN_FROM_PID:
         i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
-    if PACKED:
-        if i_n == N:
-            if clear:
-                clear_tokens(p_o, s_o, b, t, i_hv, rows, V, BT, BV)
-            return
+        if PACKED:
+            if i_n == N:
+                if clear:
+                    clear_tokens(p_o, s_o, b, t, i_hv, rows, V, BT, BV)
+                return
 
     k = gl.allocate_shared_memory(gl.bfloat16, [BT, K], WIDE)
     q = gl.allocate_shared_memory(gl.bfloat16, [BT, K], WIDE)
@@ -273,8 +274,7 @@ def wyfold_prepare_gluon(
         fence_async_shared()
         barrier()
     if TOKEN_FROM_PID:
-        i_n, _, b, t, _ = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
-        rows = BT
+        _, _, b, t, _ = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
 
     # Per-row numbers, two in each lane of every warp. Their arithmetic comes after the first products are issued.
     o = gl.arange(0, BT, layout=ONE)

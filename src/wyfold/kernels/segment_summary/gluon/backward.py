@@ -496,8 +496,8 @@ def _step(
     fence_async_shared()
     mbarrier.arrive(smem.free.index(gl.where(stage == 0, STAGES, stage) - 1), count=1, pred=done > 0)
     doT, in_q = do.permute((1, 0)).load(LC), factors.slice(BT, BT).load(ROW)
-    if not FOLDED:
-        out = factors.slice(2 * BT, BT).load(ROW) * nonzero_beta(factors.slice(3 * BT, BT).load(ROW))
+    # Dropped by the compiler with FOLDED.
+    out = factors.slice(2 * BT, BT).load(ROW) * nonzero_beta(factors.slice(3 * BT, BT).load(ROW))
     X = warpgroup_mma(
         gl.convert_layout(doT, AC, assert_trivial=True),
         smem.F.index(stage).permute((1, 0)),

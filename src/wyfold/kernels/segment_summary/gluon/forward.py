@@ -552,8 +552,7 @@ def _step(
     fence_async_shared()
     mbarrier.arrive(smem.free.index(gl.where(stage == 0, STAGES, stage) - 1), count=1, pred=i > 0)
     v = smem.v.index(stage * PARTS + part).permute((1, 0)).load(LC).to(gl.float32)
-    if FOLDED:
-        beta = factors.slice(3 * BT, BT).load(ROW)
+    beta = factors.slice(3 * BT, BT).load(ROW)  # dropped by the compiler where it is not used
     if CHANNEL:
         S = S * smem.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
         Sk = warpgroup_mma_wait(0, deps=[Sk])

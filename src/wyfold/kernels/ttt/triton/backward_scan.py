@@ -184,8 +184,7 @@ def wyfold_ttt_bwd_triton(
     b_r, b_y, b_xy, b_sum, e_last = _load_forward_stats(
         p_rows, s_rows, p_dc, p_eta, s_eta, i_c, b, t, i_hv, length, steps - 1, HV, D, BT, BD, SEGMENT
     )
-    if p_col is not None:
-        b_col = load_token_scalars(p_col, s_col, b, t_i, i_hv, rows, BT)
+    b_col = None if p_col is None else load_token_scalars(p_col, s_col, b, t_i, i_hv, rows, BT)
     for j in tl.range(0, steps, num_stages=1):
         i = steps - 1 - j
         t_i = t + i * BT
@@ -221,7 +220,7 @@ def wyfold_ttt_bwd_triton(
             ww,
             b_dN,
             b_dwrite,
-            b_col if p_col is not None else None,
+            b_col,
             D,
         )
         b_dS = mm(

@@ -142,8 +142,7 @@ def wyfold_ttt_triton(
     b_k = load_tokens(p_k, s_k, b, t, i_h, 0, length, D, BT, BD)
     b_v = load_tokens(p_v, s_v, b, t, i_hv, 0, length, D, BT, BD)
     e_last = closing_step(p_eta, s_eta, b, t, i_hv, length, BT)
-    if p_col is not None:
-        b_col = load_token_scalars(p_col, s_col, b, t, i_hv, length, BT)
+    b_col = None if p_col is None else load_token_scalars(p_col, s_col, b, t, i_hv, length, BT)
     for i in tl.range(0, steps, num_stages=1):
         t_i = t + i * BT
         rows = tl.minimum(length - i * BT, BT).to(tl.int32)

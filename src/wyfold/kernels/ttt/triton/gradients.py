@@ -174,11 +174,11 @@ def wyfold_ttt_gradients_triton(
     b_k = load_tokens(p_k, s_k, b, t, i_h, 0, rows, D, SEGMENT, BD)
     # Tiles that fit are loaded once and reused by every product; larger ones are loaded again, BV columns at a time.
     WHOLE: tl.constexpr = BV == BD and OP == tl.bfloat16
+    b_dO = load_tokens(p_dO, s_tile, b, t, i_hv, 0, rows, D, SEGMENT, BD) if WHOLE else None
+    b_N = load_tokens(p_N, s_tile, b, t, i_hv, 0, rows, D, SEGMENT, BD) if WHOLE else None
+    b_S = load_tile(p_states, pid, 0, 0, D, D, BD, BD) if WHOLE else None
+    b_dZ = load_tokens(p_dZ, s_tile, b, t, i_hv, 0, rows, D, SEGMENT, BD) if WHOLE else None
     if WHOLE:
-        b_dO = load_tokens(p_dO, s_tile, b, t, i_hv, 0, rows, D, SEGMENT, BD)
-        b_N = load_tokens(p_N, s_tile, b, t, i_hv, 0, rows, D, SEGMENT, BD)
-        b_S = load_tile(p_states, pid, 0, 0, D, D, BD, BD)
-        b_dZ = load_tokens(p_dZ, s_tile, b, t, i_hv, 0, rows, D, SEGMENT, BD)
         b_gram = mm(b_dO, tl.trans(b_N), None, OP, PRECISION)
     else:
         b_gram = gram_by_blocks(p_dO, s_tile, p_N, s_tile, b, t, i_hv, rows, D, SEGMENT, BV, OP, PRECISION)
@@ -195,9 +195,9 @@ def wyfold_ttt_gradients_triton(
         b_dq = mm(b_dO, b_S, b_dq, OP, PRECISION)
     else:
         for i_v in tl.range(0, D, BV):
-            b_S = load_tile(p_states, pid, i_v, 0, D, D, BV, BD)
-            b_dO = load_tokens(p_dO, s_tile, b, t, i_hv, i_v, rows, D, SEGMENT, BV)
-            b_dq = mm(b_dO, b_S, b_dq, OP, PRECISION)
+            block_S = load_tile(p_states, pid, i_v, 0, D, D, BV, BD)
+            block_dO = load_tokens(p_dO, s_tile, b, t, i_hv, i_v, rows, D, SEGMENT, BV)
+            b_dq = mm(block_dO, block_S, b_dq, OP, PRECISION)
     b_dq *= scale
     if p_do is not None:
         b_dq += load_tokens(p_do, s_do, b, t, i_hv, 0, rows, D, SEGMENT, BD).to(tl.float32)
@@ -220,15 +220,15 @@ def wyfold_ttt_gradients_triton(
     if WHOLE:
         b_dk = mm(b_dZ, b_S, b_dk, OP, PRECISION)
         b_dS = load_tile(p_dstates, pid, 0, 0, D, D, BD, BD)
-        b_dk = mm(b_N.to(tl.float32) * -b_e_last[:, None], b_dS, b_dk, OP, PRECISION)
+        b_dk = mm(tl.cast(b_N, tl.float32) * -b_e_last[:, None], b_dS, b_dk, OP, PRECISION)
     else:
         for i_v in tl.range(0, D, BV):
-            b_S = load_tile(p_states, pid, i_v, 0, D, D, BV, BD)
-            b_dZ = load_tokens(p_dZ, s_tile, b, t, i_hv, i_v, rows, D, SEGMENT, BV)
-            b_dk = mm(b_dZ, b_S, b_dk, OP, PRECISION)
-            b_dS = load_tile(p_dstates, pid, i_v, 0, D, D, BV, BD)
-            b_N = load_tokens(p_N, s_tile, b, t, i_hv, i_v, rows, D, SEGMENT, BV)
-            b_dk = mm(b_N.to(tl.float32) * -b_e_last[:, None], b_dS, b_dk, OP, PRECISION)
+            block_S = load_tile(p_states, pid, i_v, 0, D, D, BV, BD)
+            block_dZ = load_tokens(p_dZ, s_tile, b, t, i_hv, i_v, rows, D, SEGMENT, BV)
+            b_dk = mm(block_dZ, block_S, b_dk, OP, PRECISION)
+            block_dS = load_tile(p_dstates, pid, i_v, 0, D, D, BV, BD)
+            block_N = load_tokens(p_N, s_tile, b, t, i_hv, i_v, rows, D, SEGMENT, BV)
+            b_dk = mm(block_N.to(tl.float32) * -b_e_last[:, None], block_dS, b_dk, OP, PRECISION)
     b_dv = load_tokens(p_dN, s_tile, b, t, i_hv, 0, rows, D, SEGMENT, BD).to(tl.float32)
     if p_dv is not None:
         store_tokens(p_dv, s_dv, b, t, i_hv, 0, rows, b_dv, D, SEGMENT, BD)

@@ -155,8 +155,8 @@ def wyfold_ttt_replay_triton(
     b_e, b_e_last = segment_steps(p_eta, s_eta, b, t, i_hv, rows, BT, SEGMENT)
     b_steps, _ = read_steps(b_e, b_e_last, "r", BT)
 
+    b_q = load_tokens(p_q, s_q, b, t, i_h, 0, rows, D, SEGMENT, BD) if BK == BD else None
     if BK == BD:
-        b_q = load_tokens(p_q, s_q, b, t, i_h, 0, rows, D, SEGMENT, BD)
         b_S = load_tile(p_S, pid, 0, 0, D, D, BD, BD)
         b_O = read_segment(b_q, b_k, b_S, b_c, b_N, b_steps, scale, OP, PRECISION)
     else:
