@@ -117,7 +117,7 @@ def with_package() -> Server:
         "tests.conftest",
         "torch.distributed.checkpoint.state_dict",
         "torch.distributed.fsdp",
-        "wyfold.cli.trainer",
+        "wyfold.cli.train.trainer",
         "wyfold.models",
     )
 

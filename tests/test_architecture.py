@@ -201,6 +201,21 @@ def third_party_imports(file: File) -> Iterator[ast.AST]:
                 yield node
 
 
+def patches_and_test_code(file: File) -> Iterator[ast.AST]:
+    """The package imports nothing of the tests, and assigns no attribute of another of its modules."""
+    modules = set()
+    for node, name in file.imports():
+        if name.partition(".")[0] in ("tests", "pytest", "hypothesis", "unittest"):
+            yield node
+        path = PACKAGE.parent.joinpath(*name.split("."))
+        if path.with_suffix(".py").is_file() or path.is_dir():
+            modules.add(name.rpartition(".")[2])
+    for node in ast.walk(file.tree):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Attribute) and dotted(target.value) in modules for target in targets):
+            yield node
+
+
 def keyword_arguments(file: File) -> Iterator[ast.AST]:
     """Public functions have no `**kwargs`: an unknown keyword raises Python's own TypeError."""
     for node in ast.walk(file.tree):
@@ -321,6 +336,7 @@ PACKAGE_RULES = (
     clock_reads,
     torch_distributed,
     third_party_imports,
+    patches_and_test_code,
     keyword_arguments,
     assert_statements,
     missing_docstring,
@@ -369,11 +385,12 @@ VIOLATIONS = {
     atomics_and_tuning: ("kernels/scan/triton.py", "tl.atomic_add(p, x)"),
     contraction_left_to_triton: ("kernels/scan/triton.py", "launch_kernel(wyfold_scan_triton, 4, q, num_warps=4)"),
     pickle_shell_network: ("layers/cache.py", "state = torch.load(path)"),
-    libraries_that_unpickle: ("cli/sharded_checkpoint.py", "checkpoint.load(tensors, checkpoint_id=folder)"),
+    libraries_that_unpickle: ("cli/train/sharded_checkpoint.py", "checkpoint.load(tensors, checkpoint_id=folder)"),
     import_forms: ("ops/kda.py", "from wyfold.runtime.check import *"),
     clock_reads: ("runtime/kernel_configs.py", "from time import perf_counter"),
     torch_distributed: ("autograd/delta.py", "import torch.distributed as dist"),
     third_party_imports: ("models/disk.py", "import safetensors.torch"),
+    patches_and_test_code: ("cli/verify.py", "from wyfold.kernels import table\ntable.kernel_module = print"),
     keyword_arguments: ("ops/kda.py", "def chunk_kda(q, **kwargs): ..."),
     assert_statements: ("runtime/check.py", "def shape(x):\n    assert x.dim() == 4"),
     missing_docstring: ("tile/dot/eager.py", "x = 1"),
@@ -395,14 +412,14 @@ def test_every_rule_refuses_its_violation(rule: Callable[[File], Iterator[ast.AS
 @pytest.mark.parametrize(
     ("path", "text", "refused"),
     [
-        ("cli/sharded_checkpoint.py", "checkpoint.load(tensors)", True),
-        ("cli/sharded_checkpoint.py", "checkpoint.load(tensors, storage_reader=safetensors_storage)", False),
-        ("cli/sharded_checkpoint.py", "metadata = checkpoint.FileSystemReader(folder).read_metadata()", True),
-        ("cli/sharded_checkpoint.py", "from torch.distributed.checkpoint import FileSystemReader as Reader", True),
+        ("cli/train/sharded_checkpoint.py", "checkpoint.load(tensors)", True),
+        ("cli/train/sharded_checkpoint.py", "checkpoint.load(tensors, storage_reader=safetensors_storage)", False),
+        ("cli/train/sharded_checkpoint.py", "metadata = checkpoint.FileSystemReader(folder).read_metadata()", True),
+        ("cli/train/sharded_checkpoint.py", "from torch.distributed.checkpoint import FileSystemReader as R", True),
         ("cli/distributed.py", "dist.all_gather_object(heard, said)", False),
-        ("cli/trainer.py", "dist.all_gather_object(heard, said)", True),
-        ("cli/corpus.py", "numpy.load(path, allow_pickle=True)", True),
-        ("cli/corpus.py", "numpy.load(path)", False),
+        ("cli/train/trainer.py", "dist.all_gather_object(heard, said)", True),
+        ("cli/train/corpus.py", "numpy.load(path, allow_pickle=True)", True),
+        ("cli/train/corpus.py", "numpy.load(path)", False),
         ("cli/bench/__init__.py", "from concurrent.futures import ProcessPoolExecutor", True),
         ("cli/bench/__init__.py", "from concurrent.futures import ThreadPoolExecutor", False),
         ("cli/bench/peers.py", "AutoModel.from_pretrained(name, trust_remote_code=True)", True),

@@ -1,6 +1,7 @@
 """The wheel: its contents, its requirements, and bit-identical rebuilds."""
 
 import configparser
+import json
 import os
 import re
 import shutil
@@ -84,6 +85,34 @@ def test_entry_points_of_the_wheel_load_without_the_programs(wheel: Path):
     assert set(entries.sections()) == {"console_scripts", "sglang.srt.plugins", "vllm.general_plugins"}
     loaded = [EntryPoint("wyfold", entries[group]["wyfold"], group).load() for group in entries.sections()]
     assert all(callable(function) for function in loaded)
+
+
+ALONE = """
+import json, sys
+import torch
+sys.path.insert(0, {folder!r})
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"{{name}} is not there", name=name)
+sys.meta_path.insert(0, Refuse())
+import wyfold
+q = torch.randn(1, 70, 2, 16, requires_grad=True)
+wyfold.chunk_gated_delta_rule(q, q, q, -torch.rand(1, 70, 2), torch.rand(1, 70, 2))[0].sum().backward()
+print(json.dumps([bool(q.grad.isfinite().all()), wyfold.__file__]))
+"""
+
+
+def test_wheel_runs_without_optional_packages(wheel: Path, tmp_path: Path):
+    """A first backward from the wheel. numpy may be imported: torch does so."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    lines = Parser().parsestr(described(wheel, "METADATA")).get_all("Requires-Dist")
+    optional = {re.match(r"[\w.-]+", line).group() for line in lines if "extra ==" in line} - {"numpy", "wyfold"}
+    code = ALONE.format(folder=str(tmp_path), blocked=sorted(optional))
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    finite, file = json.loads(done.stdout.splitlines()[-1])
+    assert finite and file.startswith(str(tmp_path))
 
 
 PROGRAMS = (

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from wyfold.cli import demo, main
-from wyfold.cli.trainer import Trainer
+from wyfold.cli.train.trainer import Trainer
 from wyfold.models import Decoder, DecoderConfig
 
 TINY = {

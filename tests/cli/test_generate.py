@@ -41,6 +41,13 @@ def test_the_text_is_what_the_decoder_generates(model, tmp_path, capsys, words, 
     assert "bytes/s" in said.err
 
 
+def test_threads_are_set(model, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch, "set_num_threads", seen.append)
+    assert main(["generate", str(tmp_path / "model"), "--prompt", "H", "--max-bytes", "1", "--threads", "2"]) == 0
+    assert seen == [2]
+
+
 class Recited:
     """A model that outputs given bytes."""
 

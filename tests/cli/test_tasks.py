@@ -5,12 +5,12 @@ import json
 import shlex
 
 import pytest
-from tests.cli.test_train import history, stop_after, weights
+from tests.cli.train.test_train import history, stop_after, weights
 
-from wyfold.cli import integrity, main
+from wyfold.cli import main
 from wyfold.cli import tasks as tasks_verb
-from wyfold.cli.train import add_arguments, fill_options
-from wyfold.cli.trainer import Trainer
+from wyfold.cli.train import add_arguments, fill_options, integrity
+from wyfold.cli.train.trainer import Trainer
 
 PARITY = "--length 8 --batch 32 --width 32 --heads 1 --steps 120 --eval-every 120 --eval-bytes 4096 --eval-lengths 12"
 TINY = "--depth 1 --width 16 --heads 1 --head-dim 8 --batch 2 --steps 3 --eval-every 2 --eval-bytes 64 --warmup 1"

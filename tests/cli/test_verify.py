@@ -12,8 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import wyfold
 from wyfold.cli import main, operators, verify
 from wyfold.cli.operators import OPERATOR_SPECS, incoming, judged, measured
-from wyfold.cli.scorecard import CHECKS
-from wyfold.cli.scorecard.check import Check, CheckResult
 from wyfold.kernels.gradients import eager as gradients_stage
 from wyfold.kernels.scan import eager as scan_stage
 from wyfold.reference.shapes import Shape
@@ -95,27 +93,6 @@ def test_correct_results_end_with_0_and_json(few, tmp_path, capsys):
     assert "tensors within their limits" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("holds", "code"), [(True, 0), (False, 1)])
-def test_a_check_decides_the_exit_code_and_is_recorded(holds, code, monkeypatch, tmp_path, capsys):
-    def check(scope):
-        result = CheckResult(scope)
-        result.case(holds, "broke here")
-        return result
-
-    monkeypatch.setitem(CHECKS, 12, Check(12, "packed equals separate", "0 bits", check))
-    assert main(["verify", "--row", "12", "--out", str(tmp_path)]) == code
-    (file,) = tmp_path.glob("cpu-*-verify-rows-12.json")
-    (row,) = json.loads(file.read_text())["rows"]
-    assert (row["row"], row["pass"], row["target"]) == (12, holds, "0 bits")
-    said = capsys.readouterr().out
-    assert ("check 12 failed: broke here" in said) is not holds
-
-
-def test_an_unknown_tier_is_refused(capsys):
-    assert main(["verify", "--tier", "moon"]) == 2
-    assert "--tier" in capsys.readouterr().err
-
-
 def test_the_device_is_in_the_name_the_record_and_the_table(few, tmp_path, capsys):
     assert main(["verify", "--quick", "--device", "cpu", "--out", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("cpu-*-verify-errors.json")
@@ -184,11 +161,6 @@ def test_a_missing_device_is_refused(capsys):
     said = capsys.readouterr().err
     assert said.startswith("wyfold verify: argument --device: 'cuda:99' is not a device of this machine: ")
     assert said.count("\n") == 1
-
-
-def test_checks_of_the_scorecard_run_on_the_cpu(capsys):
-    assert main(["verify", "--device", "cuda", "--row", "12"]) == 2
-    assert "checks of the scorecard run on the CPU only" in capsys.readouterr().err
 
 
 @pytest.fixture

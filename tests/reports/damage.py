@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from wyfold.cli import integrity, schema
+from wyfold.cli.train import integrity, schema
 
 DURATIONS = ("steps", "minutes")
 """Fields of a recipe whose change, if the digests match, gives a valid, longer run."""

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from wyfold.cli import integrity, main
-from wyfold.cli.checkpoint import load_model
+from wyfold.cli import main
+from wyfold.cli.train import integrity
+from wyfold.cli.train.checkpoint import load_model
 
 TINY = (
     "--depth 1 --width 16 --heads 1 --head-dim 8 --length 8 --batch 2 --eval-bytes 16 --eval-every 1 --eval-lengths 8"

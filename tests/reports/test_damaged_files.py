@@ -24,8 +24,8 @@ from tests import processes
 from tests.extras import need_plotly
 from tests.reports import damage
 
-from wyfold.cli import integrity, main, rundir, schema, sharded_checkpoint
-from wyfold.cli.recipe import Recipe
+from wyfold.cli import main
+from wyfold.cli.train import headers, integrity, rundir, schema, sharded_checkpoint
 from wyfold.models import MIXERS, Decoder, DecoderConfig
 
 SEED = 26
@@ -301,7 +301,6 @@ RESULTS = {
     },
     "ranks": {"kind": "bench-ranks", "rows": [{"ranks": 0}]},
     "errors": {"operators": [{"operator": "gdn", "dtype": "float32", "pass": True, "tensors": {"o": 1}}]},
-    "promises": {"rows": [{"promise": 3}]},
 }
 
 
@@ -481,7 +480,7 @@ def test_no_model_is_built_before_sizes_are_compared(tmp_path, monkeypatch):
 
 def test_mixers_are_identified_by_the_names_of_their_parameters():
     for mixer in MIXERS:
-        assert integrity.mixer_of(DecoderConfig().mixer(mixer).state_dict(), "") == mixer
+        assert headers.mixer_of(DecoderConfig().mixer(mixer).state_dict(), "") == mixer
 
 
 def test_schemas_have_the_fields_of_what_is_written():
@@ -494,9 +493,6 @@ def test_schemas_have_the_fields_of_what_is_written():
         "options",
     }
     assert all(field.default == getattr(DecoderConfig(), name) for name, field in model.items() if not field.required)
-    recipe = [(field.name, field.default is not dataclasses.MISSING) for field in dataclasses.fields(Recipe)]
-    settings = msgspec.structs.fields(schema.Settings)
-    assert [(field.name, field.default is not msgspec.NODEFAULT) for field in settings] == recipe
 
 
 def sign(folder):

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from wyfold.cli import checkpoint, main, results, say
-from wyfold.cli.trainer import Trainer
+from wyfold.cli import main, results, say
+from wyfold.cli.train import checkpoint
+from wyfold.cli.train.trainer import Trainer
 from wyfold.models import Decoder
 
 TINY = "--layers gdn --depth 1 --width 8 --heads 1 --head-dim 8 --batch 1 --length 8 --eval-bytes 16 --warmup 0".split()

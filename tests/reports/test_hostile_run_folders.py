@@ -17,7 +17,8 @@ import pytest
 from safetensors.torch import load_file
 from tests.reports.test_damaged_files import commands, contents, in_process, newest, sign, train
 
-from wyfold.cli import UsageError, checkpoint, integrity, main, rundir, sharded_checkpoint
+from wyfold.cli import UsageError, main
+from wyfold.cli.train import checkpoint, integrity, rundir, sharded_checkpoint
 from wyfold.models import Decoder, DecoderConfig
 from wyfold.runtime import files
 

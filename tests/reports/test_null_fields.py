@@ -11,7 +11,8 @@ import shutil
 import pytest
 from tests.extras import need_plotly
 
-from wyfold.cli import integrity, main, results
+from wyfold.cli import main, results
+from wyfold.cli.train import integrity
 
 TINY = "--depth 1 --width 16 --heads 2 --head-dim 8 --batch 2 --length 8 --eval-bytes 64".split()
 ESCAPES = "\x1b]0;pwned\x07\x1b[2J"

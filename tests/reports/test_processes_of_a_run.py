@@ -16,7 +16,8 @@ from tests.context_parallel.ranks import Case, failures_on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from wyfold.cli import main, sharded_checkpoint
+from wyfold.cli import main
+from wyfold.cli.train import sharded_checkpoint
 from wyfold.context_parallel import collectives
 
 TINY = "--depth 1 --width 8 --heads 1 --head-dim 8 --window 8 --batch 1 --length 16 --warmup 1 --eval-bytes 32".split()

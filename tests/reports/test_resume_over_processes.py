@@ -16,11 +16,11 @@ from tests.context_parallel.ranks import Case, failures_on_ranks
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
-from wyfold.cli import checkpoint
-from wyfold.cli.corpus import Corpus
 from wyfold.cli.distributed import DistributedWorld
-from wyfold.cli.recipe import Recipe
-from wyfold.cli.trainer import Trainer
+from wyfold.cli.train import checkpoint
+from wyfold.cli.train.corpus import Corpus
+from wyfold.cli.train.recipe import Recipe
+from wyfold.cli.train.trainer import Trainer
 
 DATA = Corpus.of("words", [word * 60 for word in (b"one two three ", b"red green blue ", b"spring summer ")])
 RECIPE = {

@@ -24,7 +24,8 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from wyfold.cli import main, sharded_checkpoint
+from wyfold.cli import main
+from wyfold.cli.train import sharded_checkpoint
 
 TINY = "--depth 1 --width 8 --heads 1 --head-dim 8 --window 8 --batch 1 --length 8 --warmup 1 --eval-bytes 16".split()
 TENSORS = {

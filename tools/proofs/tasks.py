@@ -173,7 +173,7 @@ SETTINGS = {
     "s_niah": "--dtype bfloat16 --layers gated_delta_net",
     "ttt": "--layers ttt_linear --steps 200 --seed 0",
 }
-"""Differences from the task's own settings (`wyfold train`, src/wyfold/cli/settings.py)."""
+"""Differences from the task's own settings (`wyfold train`, src/wyfold/cli/train/settings.py)."""
 
 SMALL = {
     "mqar": "--batch 4 --length 64 --pairs 8 --vocabulary 64 --steps 20 --eval-every 10 --eval-bytes 512 --head-dim 16 "

@@ -94,6 +94,25 @@ def add_backend(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_threads(parser: argparse._ActionsContainer) -> None:
+    """Add the option --threads, which `use_threads` applies."""
+    parser.add_argument(
+        "--threads",
+        type=whole(1, 1024),
+        metavar="N",
+        help="CPU threads of PyTorch in each process; 1 is often faster for a small model "
+        "(default: PyTorch's choice, usually one for each core)",
+    )
+
+
+def use_threads(count: int | None) -> None:
+    """Set the number of PyTorch's CPU threads in this process; None keeps it."""
+    import torch
+
+    if count is not None:
+        torch.set_num_threads(count)
+
+
 def _quoted(word: str) -> str:
     """Quote an argument in a message, truncated to 40 characters."""
     return repr(word) if len(word) <= 40 else f"{word[:40]!r}... ({len(word)} characters)"

@@ -68,6 +68,3 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "safe_gate": ("kda",),
 }
 """Flag of `--also` -> operators that have it. With `batch_invariant` no sequence is cut into segments."""
-
-SCORECARD_CHECKS = (1, 2, 5, 6, 7, 12, 13, 14, 15, 17, 18, 19, 26, 29, 39, 40)
-"""Numbers of the scorecard's checks (`scorecard.CHECKS`), all of which run on the CPU."""

@@ -17,35 +17,22 @@ from typing import TYPE_CHECKING, Any
 
 from wyfold.cli import DONE, FAILED, UsageError
 from wyfold.cli.arguments import seed_number
+from wyfold.cli.train.settings import TEXT
 
 if TYPE_CHECKING:
     import torch
 
     from wyfold.models import Decoder
 
-RECIPE: dict[str, Any] = {
-    "layers": "gdn*3 attention",
-    "depth": 4,
-    "width": 128,
-    "heads": 4,
-    "head_dim": 32,
-    "window": 128,
-    "packed": False,
-    "batch": 8,
-    "length": 256,
-    "grad_accum": 1,
-    "steps": 200,
+RECIPE: dict[str, Any] = TEXT | {
     "minutes": None,
+    "window": 128,
+    "steps": 200,
     "lr": 4e-3,
     "warmup": 30,
     "lr_end": 0.02,
-    "weight_decay": 0.1,
-    "clip": 1.0,
-    "held_out": 0.1,
     "eval_every": 50,
     "eval_bytes": 32768,
-    "seed": 0,
-    "dtype": "float32",
 }
 SAVE_EVERY = 50
 
@@ -72,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train or continue, sample, check. Returns 0 if the check holds, 1 if it fails, 130 if interrupted."""
-    from wyfold.cli import results, rundir
+    from wyfold.cli import results
+    from wyfold.cli.train import rundir
 
     rundir.require_run_or_empty(args.out)
     results.ready(args.out)
@@ -84,12 +72,11 @@ def _run_alone(args: argparse.Namespace) -> int:
     """Body of `run`, with the folder locked."""
     import torch
 
-    from wyfold.cli import checkpoint, corpus
     from wyfold.cli.generate import Sampling, stream_text
-    from wyfold.cli.recipe import Recipe
-    from wyfold.cli.rundir import CHECKPOINTS, CURVE, HISTORY
-    from wyfold.cli.train import finish
-    from wyfold.cli.trainer import Trainer
+    from wyfold.cli.train import checkpoint, corpus, finish
+    from wyfold.cli.train.recipe import Recipe
+    from wyfold.cli.train.rundir import CHECKPOINTS, CURVE, HISTORY
+    from wyfold.cli.train.trainer import Trainer
 
     # One thread. More would save part of a minute on idle cores. On busy cores threads spin while they wait for each
     # other, and a step takes twenty times as long. Sums split over threads also differ between machines.

@@ -12,8 +12,9 @@ from typing import Any, TypeAlias
 
 import plotly.graph_objects as go
 
-from wyfold.cli import curve, records, tasks
+from wyfold.cli import records, tasks
 from wyfold.cli.bench import tables
+from wyfold.cli.train import curve
 from wyfold.runtime import pattern
 
 Fields = dict[str, Any]
@@ -141,12 +142,6 @@ def of_errors(record: Fields) -> Iterator[Part]:
     )
 
 
-def of_scorecard(record: Fields) -> Iterator[Part]:
-    """Section of `verify --tier` and `verify --row`: a table of the scorecard's checks."""
-    columns = ("row", "promise", "target", "outcome", "value")
-    yield table(columns, [[_plain(row[column]) for column in columns] for row in record["rows"]])
-
-
 def of_anything(record: Fields) -> Iterator[Part]:
     """Section of a record without a schema: every list of objects as a table, every other field as text."""
     for key, rows in record.items():
@@ -166,7 +161,6 @@ DRAWN: dict[type[records.RecordHead], Callable[[Fields], Iterator[Part]]] = {
     records.TaskTable: of_tasks,
     records.BenchRanksRecord: of_ranks,
     records.VerifyErrors: of_errors,
-    records.ScorecardRecord: of_scorecard,
     records.BenchRecord: of_bench,
     records.RecordHead: of_anything,
 }

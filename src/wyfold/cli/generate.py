@@ -25,8 +25,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from wyfold.cli import DONE, UsageError, printable
-from wyfold.cli.arguments import add_backend, at_least, between, device, found_device, seed_number, whole
-from wyfold.cli.documents import is_binary
+from wyfold.cli.arguments import (
+    add_backend,
+    add_threads,
+    at_least,
+    between,
+    device,
+    found_device,
+    seed_number,
+    use_threads,
+    whole,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the text to FILE (default: standard output)")
     parser.add_argument("--device", type=device, default="cpu", help="PyTorch device (default: %(default)s)")
     add_backend(parser)
+    add_threads(parser)
 
 
 @dataclass(frozen=True)
@@ -85,8 +95,8 @@ class Sampling:
 
 def run(args: argparse.Namespace) -> int:
     """Continue the prompt, or every line of the file of prompts. Returns 0."""
-    from wyfold.cli.checkpoint import find_model, load_model
-    from wyfold.cli.integrity import DamagedError
+    from wyfold.cli.train.checkpoint import find_model, load_model
+    from wyfold.cli.train.integrity import DamagedError
 
     try:
         find_model(args.checkpoint)
@@ -96,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
     given = _prompts(args)
     if args.out is not None:
         _check_out(args.out)
+    use_threads(args.threads)
     try:
         model = load_model(args.checkpoint, found_device(args.device), args.backend)
     except ValueError as error:
@@ -218,6 +229,8 @@ def _memory(device: torch.device) -> str:
 
 def _prompts(args: argparse.Namespace) -> list[bytes]:
     """Prompts of the command line; empty if standard input is the prompt."""
+    from wyfold.cli.train.documents import is_binary
+
     if args.prompts is not None:
         try:
             content = args.prompts.read_bytes()

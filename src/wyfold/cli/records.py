@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from wyfold.cli import integrity, rundir
 from wyfold.cli.catalog import OVER_RANKS
-from wyfold.cli.integrity import DamagedError
-from wyfold.cli.schema import Count, Entry, Part, Positive, Settings, history_fault
+from wyfold.cli.train import integrity, rundir
+from wyfold.cli.train.integrity import DamagedError
+from wyfold.cli.train.schema import Count, Entry, Part, Positive, Settings, history_fault
 
 Number = float | Literal["nan", "inf", "-inf"]
 """A number as `results.write` stores it."""
@@ -144,25 +144,9 @@ class OperatorErrors(msgspec.Struct, kw_only=True):
 
 
 class VerifyErrors(RecordHead, kw_only=True):
-    """Result of `verify` without --tier and --row."""
+    """Result of `verify`."""
 
     operators: list[OperatorErrors]
-
-
-class CheckOutcome(msgspec.Struct):
-    """Outcome of one check of the scorecard; `row` is its number."""
-
-    row: int
-    promise: str
-    target: str
-    outcome: str
-    value: str
-
-
-class ScorecardRecord(RecordHead, kw_only=True):
-    """Result of `verify --tier` or `verify --row`."""
-
-    rows: list[CheckOutcome]
 
 
 class Stored(NamedTuple):
@@ -207,17 +191,15 @@ def _checked(file: Path, record: dict[str, Any], kind: type[RecordHead]) -> dict
 
 def _kind_of(record: dict[str, Any]) -> type[RecordHead]:
     """Schema of a record, chosen by its keys."""
-    rows = record.get("rows")
-    first = rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], dict) else {}
     if record.get("kind") == "tasks":
         return TaskTable
     if record.get("kind") == OVER_RANKS:
         return BenchRanksRecord
     if "operators" in record:
         return VerifyErrors
-    if "promise" in first:
-        return ScorecardRecord
-    return BenchRecord if "contender" in first else RecordHead
+    rows = record.get("rows")
+    first = rows[0] if isinstance(rows, list) and rows else None
+    return BenchRecord if isinstance(first, dict) and "contender" in first else RecordHead
 
 
 def read_run(folder: Path) -> Stored | None:

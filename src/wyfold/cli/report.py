@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from wyfold.cli import DONE, UsageError, printable, records, results, rundir, say
-from wyfold.cli.integrity import DamagedError
+from wyfold.cli import DONE, UsageError, printable, records, results, say
+from wyfold.cli.train import rundir
+from wyfold.cli.train.integrity import DamagedError
 from wyfold.runtime import files
 
 USUAL = (Path("runs"), Path("docs", "results"))

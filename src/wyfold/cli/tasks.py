@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from wyfold.cli import DONE, UsageError, records, results, rundir, say, train
+from wyfold.cli import DONE, UsageError, records, results, say, train
 from wyfold.cli.arguments import add_backend, device, found_device, gate_bound, seed_number
-from wyfold.cli.integrity import DamagedError
-from wyfold.cli.settings import TASKS
+from wyfold.cli.train import rundir
+from wyfold.cli.train.integrity import DamagedError
+from wyfold.cli.train.settings import TASKS
 from wyfold.runtime import pattern
 
 LAYERS = ("delta_net", "gated_delta_net", "kda")

@@ -1,16 +1,12 @@
 """Measure the error of every operator and gradient on this machine.
 
-Without --row and --tier, on a GPU: every kernel against the eager backend, by
-the self-check that a kernel gets at its first use on a card that is not
-verified. The answers are remembered, and --out writes a file that can be sent
-in. On a CPU, and for operators without a kernel: the relative error of every
-output and gradient of the eager backend against the float64 recurrence, per
-dtype, with its limit. --device chooses the device; the default is the GPU if
-there is one.
-
-With --row or --tier: numbered checks of the reliability scorecard, on the CPU.
-A check that did not run is "not run", never "pass". Exit code 1 if an error is
-over its limit or a check fails.
+On a GPU: every kernel against the eager backend, by the self-check that a
+kernel gets at its first use on a card that is not verified. The answers are
+remembered, and --out writes a file that can be sent in. On a CPU, and for
+operators without a kernel: the relative error of every output and gradient of
+the eager backend against the float64 recurrence, per dtype, with its limit.
+--device chooses the device; the default is the GPU if there is one. Exit code 1
+if an error is over its limit or a check of a kernel fails.
 """
 
 from __future__ import annotations
@@ -18,28 +14,26 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from wyfold.cli import DONE, FAILED, UsageError, results
-from wyfold.cli.arguments import device, found_device, seed_number, whole
-from wyfold.cli.catalog import SCORECARD_CHECKS
+from wyfold.cli import DONE, FAILED, results
+from wyfold.cli.arguments import device, found_device, seed_number
 
 if TYPE_CHECKING:
     import torch
 
     from wyfold.cli.operators import OperatorSpec
-    from wyfold.cli.scorecard import CheckRecord
     from wyfold.reference.error import Verdict
     from wyfold.reference.shapes import Shape
+
+Step = TypeVar("Step")
 
 DTYPES = ("float64", "float32", "bfloat16")
 SIZES, QUICK_SIZES = (1, 200, 2, 4, 64, 64), (1, 40, 1, 2, 16, 24)
 """Sizes B, T, H, HV, K, V of the measured calls."""
-TIERS = {"cpu": SCORECARD_CHECKS}
 
 
 @dataclass(frozen=True)
@@ -87,16 +81,12 @@ class OperatorVerdicts:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `wyfold verify`."""
-    parser.add_argument("--tier", choices=tuple(TIERS), help="run all checks of the scorecard for this tier")
-    parser.add_argument(
-        "--row", type=whole(1), action="append", metavar="N", help="run check N of the scorecard; may be repeated"
-    )
-    parser.add_argument("--quick", action="store_true", help="small shapes and a tenth of the cases, for a first look")
+    parser.add_argument("--quick", action="store_true", help="small shapes, one dtype and one width of kernels")
     parser.add_argument(
         "--device",
         type=device,
         default=None,
-        help="PyTorch device to measure (default: the GPU if there is one, else cpu; cpu with --row and --tier)",
+        help="PyTorch device to measure (default: the GPU if there is one, else cpu)",
     )
     parser.add_argument("--seed", type=seed_number, default=0, help="seed of all random draws (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the results as JSON into this folder")
@@ -104,55 +94,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and report. Returns 0, or 1 if an error is over its limit or a check fails."""
-    for number in args.row or ():
-        if number not in SCORECARD_CHECKS:
-            there = ", ".join(map(str, SCORECARD_CHECKS))
-            raise UsageError(f"--row {number}: the scorecard has no check of this number; there are {there}")
-    numbers = sorted({*(args.row or ()), *(TIERS[args.tier] if args.tier else ())})
-    if numbers and args.device not in (None, "cpu"):
-        raise UsageError(
-            f"--device {args.device}: checks of the scorecard run on the CPU only; leave out --row and --tier"
-        )
     results.ready(args.out)
 
     import torch
 
-    from wyfold.cli.scorecard import FAIL
     from wyfold.kernels.self_check import toolchain
     from wyfold.reference.shapes import Shape
 
-    if args.device is None:
-        args.device = "cuda" if torch.cuda.is_available() and not numbers else "cpu"
-    args.device = found_device(args.device)
-    words = [word for number in args.row or [] for word in ("--row", str(number))]
-    words += (
-        (["--tier", args.tier] if args.tier else []) + (["--quick"] if args.quick else []) + ["--seed", str(args.seed)]
-    )
-    if args.device.type != "cpu":
-        words += ["--device", str(args.device)]
-    found: dict[str, Any]
-    if numbers:
-        records = scorecard(numbers, args.seed, args.quick)
-        report_rows(records)
-        found = {"rows": [record.as_dict() for record in records]}
-        name = f"tier-{args.tier}" if args.tier else f"rows-{'-'.join(map(str, numbers))}"
-        failed = any(record.outcome == FAIL for record in records)
-    else:
-        missing = missing_dtypes(args.device)
-        kernels = checked_kernels(args.device, quick=args.quick)
-        outcomes = accuracy(Shape(*(QUICK_SIZES if args.quick else SIZES)), args.seed, args.device, missing)
-        report_kernels(kernels, args.device)
-        report_accuracy(outcomes, args.device, missing)
-        found, name = {"operators": [outcome.as_dict() for outcome in outcomes], "not_run": missing}, "errors"
-        found |= {"kernels": kernels, "toolchain": dict(toolchain())} if kernels else {}
-        failed = not all(outcome.passed for outcome in outcomes) or not all(record["passed"] for record in kernels)
+    args.device = found_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    missing = missing_dtypes(args.device)
+    kernels = checked_kernels(args.device, quick=args.quick)
+    outcomes = accuracy(Shape(*(QUICK_SIZES if args.quick else SIZES)), args.seed, args.device, missing)
+    report_kernels(kernels, args.device)
+    report_accuracy(outcomes, args.device, missing)
     if args.out:
-        where = {"device": str(args.device), "threads": torch.get_num_threads()}
-        measured = {"seed": args.seed, **where, **found}
-        record = results.provenance("verify", words) | measured
-        file = results.write(args.out, f"{args.device.type}-{record['date'][:10]}-verify-{name}.json", record)
+        words = [*(["--quick"] if args.quick else []), "--seed", str(args.seed)]
+        words += [] if args.device.type == "cpu" else ["--device", str(args.device)]
+        record = results.provenance("verify", words) | {
+            "seed": args.seed,
+            "device": str(args.device),
+            "threads": torch.get_num_threads(),
+            "operators": [outcome.as_dict() for outcome in outcomes],
+            "not_run": missing,
+        }
+        record |= {"kernels": kernels, "toolchain": dict(toolchain())} if kernels else {}
+        file = results.write(args.out, f"{args.device.type}-{record['date'][:10]}-verify-errors.json", record)
         results.say(f"wrote {file}")
-    return FAILED if failed else DONE
+    passed = all(outcome.passed for outcome in outcomes) and all(record["passed"] for record in kernels)
+    return DONE if passed else FAILED
 
 
 def missing_dtypes(device: torch.device) -> dict[str, str]:
@@ -182,9 +151,8 @@ def checked_kernels(device: torch.device, *, quick: bool) -> list[dict[str, Any]
         results.say(f"no kernel is checked on {device}: {reason}")
         return []
     calls = kernel_calls(device, quick=quick)
-    with _progress("calls of kernels", len(calls)) as progress, self_check.collecting() as collected:
-        for name, call in calls.items():
-            progress.begin(name)
+    with self_check.collecting() as collected:
+        for name, call in _with_progress("calls of kernels", calls):
             try:
                 call()
             except UnsupportedError as refusal:
@@ -215,29 +183,14 @@ def accuracy(shape: Shape, seed: int, device: torch.device, missing: Collection[
     from wyfold.reference.shapes import Shape
 
     outcomes = []
-    dtypes = {name: getattr(torch, name) for name in DTYPES if name not in missing}
-    with _progress("operators", len(OPERATOR_SPECS) * len(dtypes)) as progress:
-        for name, spec in OPERATOR_SPECS.items():
-            for dtype in dtypes:
-                progress.begin(f"{name}, {dtype}")
-                backend = spec.backend(spec.on(device, spec.arguments(Shape(*QUICK_SIZES), dtypes[dtype], seed)))
-                if backend == "eager":
-                    found = tuple(judged(spec, shape, dtypes[dtype], seed, device))
-                    outcomes.append(OperatorVerdicts(spec, dtype, backend, found))
+    dtypes = [name for name in DTYPES if name not in missing]
+    steps = {f"{name}, {dtype}": (spec, dtype) for name, spec in OPERATOR_SPECS.items() for dtype in dtypes}
+    for _, (spec, name) in _with_progress("operators", steps):
+        dtype = getattr(torch, name)
+        backend = spec.backend(spec.on(device, spec.arguments(Shape(*QUICK_SIZES), dtype, seed)))
+        if backend == "eager":
+            outcomes.append(OperatorVerdicts(spec, name, backend, tuple(judged(spec, shape, dtype, seed, device))))
     return outcomes
-
-
-def scorecard(numbers: list[int], seed: int, quick: bool) -> list[CheckRecord]:
-    """Run checks of the scorecard, in order."""
-    from wyfold.cli.scorecard import run_check
-    from wyfold.cli.scorecard.check import Scope
-
-    records = []
-    with _progress("checks", len(numbers)) as progress:
-        for number in numbers:
-            progress.begin(f"check {number}")
-            records.append(run_check(number, Scope(seed, quick, progress.tick)))
-    return records
 
 
 def report_accuracy(outcomes: list[OperatorVerdicts], device: torch.device, missing: Mapping[str, str]) -> None:
@@ -254,69 +207,19 @@ def report_accuracy(outcomes: list[OperatorVerdicts], device: torch.device, miss
     print(f"{total - len(failed)} of {total} tensors within their limits")
 
 
-def report_rows(records: list[CheckRecord]) -> None:
-    """Print the table of the scorecard, the failed cases, and why checks were not run."""
-    from wyfold.cli.scorecard import FAIL, NOT_RUN, PASS
-
-    columns = ("check", "promise", "target", "outcome", "value", "cases", "seconds")
-    cells = [(str(r.row), r.promise, r.target, r.outcome, r.value, str(r.cases), f"{r.seconds:.1f}") for r in records]
-    results.show("scorecard", columns, cells, labels=2)
-    for record in records:
-        for line in record.broken:
-            print(f"check {record.row} failed: {line}")
-        if record.note:
-            print(f"check {record.row} not run: {record.note}")
-    counts = {outcome: sum(record.outcome == outcome for record in records) for outcome in (PASS, FAIL, NOT_RUN)}
-    print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
-
-
-class _Lines:
-    """Progress as log lines, without a terminal or without rich."""
-
-    def __init__(self, total: int):
-        self.total, self.number = total, 0
-
-    def begin(self, title: str) -> None:
-        self.number += 1
-        results.say(f"{self.number}/{self.total} {title}")
-
-    def tick(self) -> None:
-        """Count a case of the current step; not logged."""
-
-
-class _Bar:
-    """Progress bar on a terminal."""
-
-    def __init__(self, bar: Any, total: int):
-        self.bar, self.task, self.cases, self.begun, self.title = bar, bar.add_task("", total=total), 0, 0, ""
-
-    def begin(self, title: str) -> None:
-        self.bar.update(self.task, completed=self.begun, description=title)
-        self.title, self.begun, self.cases = title, self.begun + 1, 0
-
-    def tick(self) -> None:
-        """Count a case of the current step."""
-        self.cases += 1
-        self.bar.update(self.task, description=f"{self.title}, {self.cases} cases")
-
-
-class _Drawn(AbstractContextManager[_Bar]):
-    def __init__(self, total: int):
+def _with_progress(what: str, steps: Mapping[str, Step]) -> Iterator[tuple[str, Step]]:
+    """Iterate over named steps: a bar on a terminal; log lines elsewhere, or without rich."""
+    if importlib.util.find_spec("rich") is not None and sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import Progress
 
-        self.bar, self.total = Progress(console=Console(stderr=True), transient=True), total
-
-    def __enter__(self) -> _Bar:
-        self.bar.start()
-        return _Bar(self.bar, self.total)
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
-
-
-def _progress(what: str, total: int) -> AbstractContextManager[_Lines | _Bar]:
-    if importlib.util.find_spec("rich") is not None and sys.stderr.isatty():
-        return _Drawn(total)
-    results.say(f"{total} {what}")
-    return nullcontext(_Lines(total))
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("", total=len(steps))
+            for number, (name, step) in enumerate(steps.items()):
+                bar.update(task, completed=number, description=name)
+                yield name, step
+        return
+    results.say(f"{len(steps)} {what}")
+    for number, (name, step) in enumerate(steps.items(), 1):
+        results.say(f"{number}/{len(steps)} {name}")
+        yield name, step

@@ -36,101 +36,66 @@ def _rule(
     return operators.delta_rule(op, operator, tensors, *options, _boundaries(op, kwargs))
 
 
-class chunk_gated_delta_rule(nn.Module):
-    """`wyfold.chunk_gated_delta_rule` for the function `chunk_gated_delta_rule`; chunk_size is ignored."""
+class _Layer(nn.Module):
+    """The two flags of a layer."""
 
     has_backward = True
     can_torch_compile = True
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        chunk_size: int = 64,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        **kwargs: Any,
-    ) -> Result:
-        options = initial_state, output_final_state, use_qk_l2norm_in_kernel
-        return _rule(gated_delta_rule.chunk_gated_delta_rule, (query, key, value, g, beta), options, kwargs)
+
+def _chunk_layer(operator: Callable[..., Any]) -> type[nn.Module]:
+    """Layer of an operator's chunk form, for the function of the operator's name; chunk_size is ignored."""
+
+    class Layer(_Layer):
+        def forward(
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            g: Tensor,
+            beta: Tensor,
+            chunk_size: int = 64,
+            initial_state: Tensor | None = None,
+            output_final_state: bool = False,
+            use_qk_l2norm_in_kernel: bool = False,
+            **kwargs: Any,
+        ) -> Result:
+            options = initial_state, output_final_state, use_qk_l2norm_in_kernel
+            return _rule(operator, (query, key, value, g, beta), options, kwargs)
+
+    return Layer
 
 
-class recurrent_gated_delta_rule(nn.Module):
-    """`wyfold.fused_recurrent_gated_delta_rule` for the function `fused_recurrent_gated_delta_rule`."""
+def _recurrent_layer(operator: Callable[..., Any]) -> type[nn.Module]:
+    """Layer of an operator's recurrent form, for the function of the operator's name."""
 
-    has_backward = True
-    can_torch_compile = True
+    class Layer(_Layer):
+        def forward(
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            g: Tensor,
+            beta: Tensor,
+            initial_state: Tensor | None = None,
+            output_final_state: bool = False,
+            use_qk_l2norm_in_kernel: bool = False,
+            **kwargs: Any,
+        ) -> Result:
+            options = initial_state, output_final_state, use_qk_l2norm_in_kernel
+            return _rule(operator, (query, key, value, g, beta), options, kwargs)
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        **kwargs: Any,
-    ) -> Result:
-        options = initial_state, output_final_state, use_qk_l2norm_in_kernel
-        return _rule(gated_delta_rule.fused_recurrent_gated_delta_rule, (query, key, value, g, beta), options, kwargs)
-
-
-class chunk_kimi_delta_attention(nn.Module):
-    """`wyfold.chunk_kda` for the function `chunk_kda`; chunk_size is ignored."""
-
-    has_backward = True
-    can_torch_compile = True
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        chunk_size: int = 64,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        **kwargs: Any,
-    ) -> Result:
-        options = initial_state, output_final_state, use_qk_l2norm_in_kernel
-        return _rule(kda.chunk_kda, (query, key, value, g, beta), options, kwargs)
+    return Layer
 
 
-class recurrent_kimi_delta_attention(nn.Module):
-    """`wyfold.fused_recurrent_kda` for the function `fused_recurrent_kda`."""
-
-    has_backward = True
-    can_torch_compile = True
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        **kwargs: Any,
-    ) -> Result:
-        options = initial_state, output_final_state, use_qk_l2norm_in_kernel
-        return _rule(kda.fused_recurrent_kda, (query, key, value, g, beta), options, kwargs)
+chunk_gated_delta_rule = _chunk_layer(gated_delta_rule.chunk_gated_delta_rule)
+recurrent_gated_delta_rule = _recurrent_layer(gated_delta_rule.fused_recurrent_gated_delta_rule)
+chunk_kimi_delta_attention = _chunk_layer(kda.chunk_kda)
+recurrent_kimi_delta_attention = _recurrent_layer(kda.fused_recurrent_kda)
 
 
-class causal_conv1d_fn(nn.Module):
+class causal_conv1d_fn(_Layer):
     """`wyfold.causal_conv1d` for the function `causal_conv1d_fn`, over a sequence."""
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(
         self,
@@ -143,11 +108,8 @@ class causal_conv1d_fn(nn.Module):
         return operators.conv(hidden_states, weight, bias, activation, _boundaries("causal_conv1d_fn", kwargs))
 
 
-class causal_conv1d_update(nn.Module):
+class causal_conv1d_update(_Layer):
     """`wyfold.causal_conv1d` for the function `causal_conv1d_update`, over the tokens of a decoding step."""
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(
         self,
@@ -160,11 +122,8 @@ class causal_conv1d_update(nn.Module):
         return operators.conv_update(hidden_states, conv_state, weight, bias, activation)
 
 
-class FusedRMSNormGated(nn.Module):
+class FusedRMSNormGated(_Layer):
     """`wyfold.rms_norm_gated` for modules `RMSNormGated`; as in fla, nothing is rounded before the weight."""
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         return operators.gated_norm(self, hidden_states, gate, round_before_weight=False)
