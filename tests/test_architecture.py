@@ -545,7 +545,10 @@ PUBLIC = """
     chunk_delta_rule chunk_gated_delta_rule chunk_gdn chunk_kda chunk_ttt_linear fused_chunk_ttt_linear
     fused_recurrent_delta_rule fused_recurrent_gated_delta_rule fused_recurrent_gdn fused_recurrent_kda
     fused_recurrent_ttt_linear TTTState solve_tril chunk_scaled_dot_kkt l2norm fused_gdn_gate fused_kda_gate
-    fused_beta_sigmoid causal_conv1d rms_norm_gated SequenceLayout explain checked doctor UnsupportedError
+    chunk_dplr_delta_rule chunk_iplr_delta_rule fused_recurrent_dplr_delta_rule fused_recurrent_iplr_delta_rule
+    chunk_rwkv7 fused_recurrent_rwkv7 fused_mul_recurrent_rwkv7 chunk_gdn2 fused_recurrent_gdn2 chunk_comba
+    fused_recurrent_comba fused_beta_sigmoid causal_conv1d rms_norm_gated SequenceLayout explain checked doctor
+    UnsupportedError
 """.split()
 
 

@@ -87,6 +87,23 @@ def kda(figure: Figure) -> None:
     legend_at_right(axes)
 
 
+def low_rank(figure: Figure) -> None:
+    """Tokens that move a value from one key to another: a is the first key, b the difference of the two."""
+    axes = figure.subplots()
+    T, K = 60, 8
+    first, second = torch.eye(K, dtype=torch.float64)[:2]
+    state = torch.zeros(1, 1, K, K, dtype=torch.float64)
+    state[0, 0, 0] = 1  # the value 1 under the first key
+    zero = torch.zeros(1, T, 1, K, dtype=torch.float64)
+    for rate, style in ((0.02, "-"), (0.1, "--")):
+        a, b = first.expand_as(zero), (rate * (second - first)).expand_as(zero)
+        for number, key in (("first", first), ("second", second)):
+            o, _ = wyfold.chunk_iplr_delta_rule(key.expand_as(zero), zero, zero, a, b, scale=1.0, initial_state=state)
+            axes.plot(o[0, :, 0, 0], style, label=f"{number} key, rate {rate:g}")
+    axes.set(xlabel="tokens that write nothing", ylabel="value read")
+    legend_at_right(axes)
+
+
 def ttt_linear(figure: Figure) -> None:
     """The inner loss before each step, over 32 pairs that repeat."""
     axes = figure.subplots()
@@ -173,6 +190,7 @@ PLOTS: tuple[Callable[[Figure], None], ...] = (
     delta_rule,
     gated_delta_rule,
     kda,
+    low_rank,
     ttt_linear,
     conv,
     norms_and_gates,

@@ -16,10 +16,15 @@ __all__ = [
     "UnsupportedError",
     "causal_conv1d",
     "checked",
+    "chunk_comba",
     "chunk_delta_rule",
+    "chunk_dplr_delta_rule",
     "chunk_gated_delta_rule",
     "chunk_gdn",
+    "chunk_gdn2",
+    "chunk_iplr_delta_rule",
     "chunk_kda",
+    "chunk_rwkv7",
     "chunk_scaled_dot_kkt",
     "chunk_ttt_linear",
     "cp",
@@ -29,10 +34,16 @@ __all__ = [
     "fused_chunk_ttt_linear",
     "fused_gdn_gate",
     "fused_kda_gate",
+    "fused_mul_recurrent_rwkv7",
+    "fused_recurrent_comba",
     "fused_recurrent_delta_rule",
+    "fused_recurrent_dplr_delta_rule",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
+    "fused_recurrent_gdn2",
+    "fused_recurrent_iplr_delta_rule",
     "fused_recurrent_kda",
+    "fused_recurrent_rwkv7",
     "fused_recurrent_ttt_linear",
     "integrations",
     "l2norm",
@@ -46,9 +57,16 @@ __all__ = [
 
 if TYPE_CHECKING:  # for type checkers, editors and the documentation; `_SOURCES` is the run-time equivalent
     from wyfold import cp, integrations, layers, models, reference, serving
+    from wyfold.ops.comba import chunk_comba, fused_recurrent_comba
     from wyfold.ops.conv import causal_conv1d
     from wyfold.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
     from wyfold.ops.doctor import doctor
+    from wyfold.ops.dplr import (
+        chunk_dplr_delta_rule,
+        chunk_iplr_delta_rule,
+        fused_recurrent_dplr_delta_rule,
+        fused_recurrent_iplr_delta_rule,
+    )
     from wyfold.ops.explain import explain
     from wyfold.ops.gated_delta_rule import (
         chunk_gated_delta_rule,
@@ -57,8 +75,10 @@ if TYPE_CHECKING:  # for type checkers, editors and the documentation; `_SOURCES
         fused_recurrent_gdn,
     )
     from wyfold.ops.gates import fused_beta_sigmoid, fused_gdn_gate, fused_kda_gate
+    from wyfold.ops.gdn2 import chunk_gdn2, fused_recurrent_gdn2
     from wyfold.ops.kda import chunk_kda, fused_recurrent_kda
     from wyfold.ops.norm import l2norm, rms_norm_gated
+    from wyfold.ops.rwkv7 import chunk_rwkv7, fused_mul_recurrent_rwkv7, fused_recurrent_rwkv7
     from wyfold.ops.solve import chunk_scaled_dot_kkt, solve_tril
     from wyfold.ops.ttt_linear import (
         TTTState,
@@ -79,10 +99,15 @@ else:  # hidden from type checkers, to which a module with `__getattr__` appears
         "UnsupportedError": "wyfold.runtime.unsupported",
         "causal_conv1d": "wyfold.ops.conv",
         "checked": "wyfold.runtime.check",
+        "chunk_comba": "wyfold.ops.comba",
         "chunk_delta_rule": "wyfold.ops.delta_rule",
+        "chunk_dplr_delta_rule": "wyfold.ops.dplr",
         "chunk_gated_delta_rule": "wyfold.ops.gated_delta_rule",
         "chunk_gdn": "wyfold.ops.gated_delta_rule",
+        "chunk_gdn2": "wyfold.ops.gdn2",
+        "chunk_iplr_delta_rule": "wyfold.ops.dplr",
         "chunk_kda": "wyfold.ops.kda",
+        "chunk_rwkv7": "wyfold.ops.rwkv7",
         "chunk_scaled_dot_kkt": "wyfold.ops.solve",
         "chunk_ttt_linear": "wyfold.ops.ttt_linear",
         "doctor": "wyfold.ops.doctor",
@@ -91,10 +116,16 @@ else:  # hidden from type checkers, to which a module with `__getattr__` appears
         "fused_chunk_ttt_linear": "wyfold.ops.ttt_linear",
         "fused_gdn_gate": "wyfold.ops.gates",
         "fused_kda_gate": "wyfold.ops.gates",
+        "fused_mul_recurrent_rwkv7": "wyfold.ops.rwkv7",
+        "fused_recurrent_comba": "wyfold.ops.comba",
         "fused_recurrent_delta_rule": "wyfold.ops.delta_rule",
+        "fused_recurrent_dplr_delta_rule": "wyfold.ops.dplr",
         "fused_recurrent_gated_delta_rule": "wyfold.ops.gated_delta_rule",
         "fused_recurrent_gdn": "wyfold.ops.gated_delta_rule",
+        "fused_recurrent_gdn2": "wyfold.ops.gdn2",
+        "fused_recurrent_iplr_delta_rule": "wyfold.ops.dplr",
         "fused_recurrent_kda": "wyfold.ops.kda",
+        "fused_recurrent_rwkv7": "wyfold.ops.rwkv7",
         "fused_recurrent_ttt_linear": "wyfold.ops.ttt_linear",
         "l2norm": "wyfold.ops.norm",
         "rms_norm_gated": "wyfold.ops.norm",

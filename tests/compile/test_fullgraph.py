@@ -55,6 +55,17 @@ def test_ten_lengths_forward_and_backward(rule: str, form: str, packed: bool, re
         assert counter.frame_count <= 2, f"{mode}: {counter.frame_count} compiles for {len(LENGTHS)} lengths"
 
 
+@pytest.mark.parametrize("name", ["chunk_gdn2", "fused_recurrent_dplr_delta_rule"])
+def test_rules_with_further_tokens(name: str, results):
+    """One graph, and gradients of the tokens that only low-rank rules have."""
+    op, rule = getattr(wyfold, name), "gdn2" if "gdn2" in name else "dplr_delta_rule"
+    compiled = torch.compile(op, backend="aot_eager", fullgraph=True)
+    a = inputs.draw("random", rule, Shape(2, 33, 1, 2, 8, 16), gate="weak", state="normal")
+    got, plain = (results(f, a, output_final_state=True) for f in (compiled, op))
+    assert {"db", "dinitial_state"} <= got.keys() == plain.keys()
+    assert all(torch.equal(got[name], x) for name, x in plain.items())
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_layout_goes_through_the_compiler(form: str, results):
     op = getattr(wyfold, f"{form}_kda")

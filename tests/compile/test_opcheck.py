@@ -25,6 +25,9 @@ CALLS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "recurrent deltanet": ("fused_recurrent_delta_rule", {}, {}),
     "recurrent gdn": ("fused_recurrent_gated_delta_rule", {"gate": "model"}, {}),
     "recurrent kda, packed": ("fused_recurrent_kda", {"gate": "model"}, PACKED),
+    "dplr, packed": ("chunk_dplr_delta_rule", {}, PACKED),
+    "gdn2, kept factors": ("chunk_gdn2", {"gate": "model"}, {"disable_recompute": True}),
+    "recurrent comba, 16 bits": ("fused_recurrent_comba", {"dtype": torch.bfloat16}, {}),
 }  # fmt: skip
 
 

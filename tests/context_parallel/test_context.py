@@ -84,9 +84,13 @@ class Comparison:
             options["fragments"] = [[(self.unit * a, self.unit * b) for a, b in ranges] for ranges in owned]
         return build_cp_context(self.boundaries, group, total_tokens=self.tokens, layout=self.layout, **options)
 
+    def is_parameter(self, name: str) -> bool:
+        """Whether an argument has no row for each token; GDN-2's w and b have, TTT-Linear's have not."""
+        return name in PARAMETERS and name in self.arguments and self.arguments[name].ndim <= 2
+
     def share(self, context: ContextParallel, name: str, x: Any) -> Any:
         """A rank's shard of an argument, a result or a gradient."""
-        if not isinstance(x, torch.Tensor) or name in PARAMETERS:
+        if not isinstance(x, torch.Tensor) or self.is_parameter(name):
             return x
         if name in STATES or name == "state":
             ids = context.ends if name == "state" else context.starts
@@ -103,7 +107,7 @@ class Comparison:
         }
         got = results(self.operator, local, incoming=feed, cp_context=context, output_final_state=True)
         for name in PARAMETERS:
-            if f"d{name}" in got:
+            if f"d{name}" in got and self.is_parameter(name):
                 dist.all_reduce(got[f"d{name}"], group=group)
         for name, x in got.items():
             expected = self.share(context, name.removeprefix("d"), truth[name])
@@ -177,6 +181,9 @@ COMPARISONS: dict[str, Any] = {
     "one sequence": delta("kda", 12, B=1, layout="zigzag", tokens=200),
     "fewer tokens than ranks": delta("kda", 13, layout="contiguous", tokens=5),
     "one token": delta("gated_delta_rule", 14, layout="zigzag", tokens=1),
+    "row and column": delta("dplr_delta_rule", 16, disable_recompute=True),
+    "erase and write gates": delta("gdn2", 17, gate="model"),
+    "read key, dense": delta("comba", 18, B=2, layout="zigzag"),
     "convolution": convolution(1, 4, activation="silu"),
     "convolution, zigzag": convolution(4, 4),
     "long filter": convolution(5, 8, activation="silu"),

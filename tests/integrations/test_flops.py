@@ -38,6 +38,16 @@ def test_a_delta_rule_reads_its_state_twice_and_writes_it_once(rule, form):
     assert counted(lambda: operator(q, k, v, **gate[rule])[0].sum().backward()) == 3 * once
 
 
+@pytest.mark.parametrize("form", ["chunk", "fused_recurrent"])
+def test_a_rule_with_two_columns_writes_its_state_twice(form):
+    q, k, v = (inputs(heads, width, gradient=True) for heads, width in ((H, K), (H, K), (HV, V)))
+    once = 2 * TOKENS * HV * K * V
+    for name, further, products in (("dplr_delta_rule", (k, k), 4), ("comba", (k,), 3), ("gdn2", (), 3)):
+        operator = getattr(wyfold, f"{form}_{name}")
+        assert counted(lambda: operator(q, k, v, *further)) == products * once  # noqa: B023
+        assert counted(lambda: operator(q, k, v, *further)[0].sum().backward()) == 3 * products * once  # noqa: B023
+
+
 def test_ttt_and_the_convolution():
     q = inputs(H, K, gradient=True)
     norm = torch.ones(H, K), torch.zeros(H, K)

@@ -278,7 +278,7 @@ def test_verification_has_a_call_for_every_operator_with_kernels(device, monkeyp
     monkeypatch.setattr(kernel_calls, "WIDTHS", (8, 16))
     calls = kernel_calls.kernel_calls(device, quick=True)
     named = {name.partition(",")[0].partition(" ")[0] for name in calls}
-    assert named >= {spec.operator for spec in OPERATOR_SPECS.values()} - {"fused_recurrent_ttt_linear"}
+    assert named >= {spec.operator for spec in OPERATOR_SPECS.values() if spec.kernels}
     assert named >= {*serving.__all__} - {"decode_packed"}  # has the kernels of decode
     cheap = "l2norm", "rms_norm", "fused_", "solve", "chunk_scaled", "decode", "conv1d_update", "ttt_decode"
     chosen = {name: call for name, call in calls.items() if name.startswith(cheap) and "recurrent" not in name}

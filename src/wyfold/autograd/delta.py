@@ -1,4 +1,4 @@
-"""DeltaNet, GDN and KDA, chunk by chunk or token by token: one autograd function over two registered operators.
+"""Delta rules, chunk by chunk or token by token: one autograd function over two registered operators.
 
 Four implementations order the launches of both directions:
 
@@ -17,12 +17,13 @@ from torch import Tensor
 
 from wyfold.autograd import delta_chunk, delta_eager, delta_eager_segments, delta_recurrent
 from wyfold.autograd.delta_records import (
-    DIFFERENTIABLE,
     TENSORS,
     DeltaBackwardInputs,
     DeltaResult,
     DeltaTensors,
+    as_input_grads,
     empty_result,
+    gradient_needs,
 )
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.options import DELTA_SCHEMA, DeltaOptions
@@ -31,7 +32,7 @@ from wyfold.runtime.torch_ops import apply, call, differentiating, once_differen
 
 TENSORS_SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? initial_state, Tensor? A_log, Tensor? dt_bias, "
-    "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu"
+    "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, Tensor? a, Tensor? b, Tensor? w"
 )
 
 
@@ -85,7 +86,7 @@ class Delta(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dST: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         kept = ctx.saved_tensors  # read once: checkpointing refuses a second unpacking
         tensors, saved = kept[:TENSORS], list(kept[TENSORS:])
-        needs = list(ctx.needs_input_grad[:DIFFERENTIABLE])
+        needs = gradient_needs(ctx.options, ctx.needs_input_grad)
         # A compiler passes zero gradients for all results, also for the empty ones of results that were not requested.
         dST = dST if ctx.options.final_state else None
         if do is None and dST is None:
@@ -96,7 +97,7 @@ class Delta(torch.autograd.Function):
             return tuple([dx if need else None for dx, need in zip(found, needs, strict=True)])
 
         found = replayed((*kept, do, dST), ("delta_bwd", *needs, *ctx.options), gradients)
-        return *found, *(None,) * (TENSORS + 1 - DIFFERENTIABLE)
+        return as_input_grads(found, TENSORS + 1)
 
 
 class DeltaImplementation(Protocol):

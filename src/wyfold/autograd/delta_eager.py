@@ -13,6 +13,8 @@ from torch import Tensor
 
 from wyfold.autograd import workspace
 from wyfold.autograd.delta_records import (
+    INITIAL_STATE,
+    SUMMED,
     DeltaBackwardInputs,
     DeltaResult,
     DeltaTensors,
@@ -21,7 +23,7 @@ from wyfold.autograd.delta_records import (
 )
 from wyfold.autograd.workspace import WorkspacePart
 from wyfold.kernels import table
-from wyfold.kernels.records import ChunkFactors, GradientOutputs
+from wyfold.kernels.records import ChunkFactors, GradientOutputs, LowRankFactors
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.options import DeltaOptions
@@ -35,19 +37,19 @@ class Saved(NamedTuple):
 
     Attributes:
         borders: [rows, HV, K, V] states that pass from one part to the next.
-        E, F, A, J, P: [tiles, C, ..] `ChunkFactors` of every chunk. G is recomputed by a running sum.
+        factors: [tiles, C, ..] factors of every chunk. G, the first factor, is recomputed by a running sum.
     """
 
     borders: Tensor
-    E: Tensor
-    F: Tensor
-    A: Tensor
-    J: Tensor
-    P: Tensor
+    factors: list[Tensor]
 
-    def factors(self, tiles: slice) -> ChunkFactors:
+    @classmethod
+    def of(cls, tensors: list[Tensor]) -> Saved:
+        return cls(tensors[0], tensors[1:])
+
+    def tiles(self, tiles: slice) -> list[Tensor]:
         """View the factors of some tiles."""
-        return ChunkFactors(None, *(x[tiles] for x in (self.E, self.F, self.A, self.J, self.P)))
+        return [x[tiles] for x in self.factors]
 
 
 def chunks_per_part(q: Tensor, v: Tensor, *, state_per_token: bool) -> int:
@@ -83,7 +85,8 @@ class EagerCall:
         self.parts = workspace.parts(self.B, self.T, self.cu, rows, per_part)
 
     def stage(self, name: str) -> Any:
-        return table.kernel_module(name, self.options.backend)
+        """Module of a step's launches for the options' rule."""
+        return table.kernel_module(self.options.stage(name), self.options.backend)
 
     def tiles(self, part: WorkspacePart) -> slice:
         """Slice of the whole call's tiles that belong to a part."""
@@ -91,9 +94,22 @@ class EagerCall:
         return slice(first, first + part.table.chunks * self.HV)
 
     def load(self, part: WorkspacePart) -> Any:
+        """Input tiles of a part."""
+        t = self.tensors.map_tokens(part.block)
+        given = *t[:5], t.A_log, t.dt_bias, part.table, self.options
+        load = self.stage("prepare").load
+        return load(*given) if self.options.rule == "delta" else load(*given, (t.a, t.b, t.w))
+
+    def unload(self, found: Any, inputs: Any, part: WorkspacePart, gradients: list[Tensor | None]) -> None:
+        """Write a part's gradients into those of the call, which are in the order of `LEARNING`."""
         t = self.tensors
-        q, k, v, g, beta = (None if x is None else part.block(x) for x in t[:5])
-        return self.stage("prepare").load(q, k, v, g, beta, t.A_log, t.dt_bias, part.table, self.options)
+        tokens = [x if x is None or index in SUMMED else part.block(x) for index, x in enumerate(gradients)]
+        q, k, v, g, beta, _, A_log, dt_bias, *columns = tokens
+        out = GradientOutputs(q, k, v, g, beta, A_log, dt_bias, *columns)
+        gate, beta = (None if x is None else part.block(x) for x in (t.g, t.beta))
+        given = gate, t.A_log, t.dt_bias, part.table, self.options, out
+        unload = self.stage("gradients").unload
+        unload(found, inputs, *([beta] if self.options.rule == "delta" else []), *given)
 
     def states(self, given: Tensor | None, sequences: slice) -> Tensor:
         """[n, HV, K, V] wide, K-first states of some sequences: zeros for None; may alias the caller's memory."""
@@ -142,7 +158,7 @@ def forward(
     call = EagerCall(t, options)
     result, to_save = empty_result(t, options, out), saved(t, options)
     o, final_state, states = result
-    kept = Saved(*to_save)
+    kept = Saved.of(to_save)
     carried = kept.borders[:0]
     if call.cu is not None:
         o[:, int(call.cu[-1]) :] = 0
@@ -160,9 +176,8 @@ def forward(
         else:
             factors = call.stage("prepare").fold(inputs)
             if options.save and options.keep_factors:
-                for place, tile in zip(kept.factors(call.tiles(part)), factors, strict=True):
-                    if place is not None and tile is not None:
-                        place.copy_(tile)
+                for place, tile in zip(kept.tiles(call.tiles(part)), factors[1:], strict=True):
+                    place.copy_(tile)
             S = call.stage("scan").scan(inputs, factors, S, part.table, options.scale, block, leaving)
         if checkpoints is not None and leaving is not None:
             checkpoints.put(part, leaving)
@@ -170,9 +185,8 @@ def forward(
             final_state[part.sequences] = call.outside(S)
         carried = S[S.shape[0] - part.left :]
     written = sum(part.table.chunks for part in call.parts) * call.HV
-    for left_over in kept.factors(slice(written, None)):  # tiles beyond those of these boundaries
-        if left_over is not None:
-            left_over.zero_()
+    for left_over in kept.tiles(slice(written, None)):  # tiles beyond those of these boundaries
+        left_over.zero_()
     return result, to_save
 
 
@@ -185,15 +199,17 @@ def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
     borders = t.v.new_zeros(workspace.border_rows(B, T, N, C, per_part) if options.save else 0, HV, K, V, dtype=dtype)
     keep = options.save and options.keep_factors and not options.recurrent
     tiles = workspace.chunk_rows(B, T, N, C) * HV if keep else 0
-    return [borders, *(t.v.new_empty(tiles, C, width, dtype=dtype) for width in (K, C, C, C, C))]
+    widths = _factors(options).kept_widths(K, C)
+    return [borders, *(t.v.new_empty(tiles, C, width, dtype=dtype) for width in widths)]
 
 
 def backward(given: DeltaBackwardInputs) -> list[Tensor]:
     """Compute every needed gradient."""
     t, options, _, do, dST, needs = given
-    call, kept = EagerCall(t, options), Saved(*given.saved)
+    call, kept = EagerCall(t, options), Saved.of(given.saved)
     found = [grad.zero_() for grad in given.empty_grads()]
-    dS0 = found[5] if needs[5] else None
+    dS0 = found[INITIAL_STATE] if needs[INITIAL_STATE] else None
+    wanted = [x if need else None for x, need in zip(found, needs, strict=True)]
     if dS0 is not None and dST is not None:
         call.pass_through(dST, dS0)
     carried = kept.borders[:0]
@@ -204,19 +220,21 @@ def backward(given: DeltaBackwardInputs) -> list[Tensor]:
         if options.recurrent:
             tiles, dS = call.stage("recurrent").recurrent_bwd(inputs, d_out, S, dS, part.table)
         else:
-            factors = kept.factors(call.tiles(part)) if options.keep_factors else None
+            factors = _factors(options)(None, *kept.tiles(call.tiles(part))) if options.keep_factors else None
             factors = call.stage("prepare").fold(inputs, factors)
             at_borders, dS = call.stage("scan_bwd").scan_bwd(inputs, factors, d_out, S, dS, part.table)
             tiles = call.stage("gradients").gradients(inputs, factors, at_borders, d_out)
-        blocks = (part.block(x) if need else None for x, need in zip(found[:5], needs[:5], strict=True))
-        out = GradientOutputs(*blocks, *(x if need else None for x, need in zip(found[6:], needs[6:], strict=True)))
-        beta, g = (None if x is None else part.block(x) for x in (t.beta, t.g))
-        call.stage("gradients").unload(tiles, inputs, beta, g, t.A_log, t.dt_bias, part.table, options, out)
+        call.unload(tiles, inputs, part, wanted)
         carried = dS[: part.entered]
         if dS0 is not None:
             begun = slice(part.sequences.start + part.entered, part.sequences.stop)
             dS0[begun] = transpose_if_v_first(dS[part.entered :], options)
     return found
+
+
+def _factors(options: DeltaOptions) -> Any:
+    """Record of the factors that the rule's `prepare` computes."""
+    return ChunkFactors if options.rule == "delta" else LowRankFactors
 
 
 def _joined(first: Tensor, last: Tensor) -> Tensor:

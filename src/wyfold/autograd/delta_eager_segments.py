@@ -124,10 +124,9 @@ class SegmentedCall(NamedTuple):
 
     def packed(self, entering: Tensor) -> DeltaTensors:
         """The call with all segments as sequences of one packed buffer."""
-        t = self.tensors
-        q, k, v, g, beta = (None if x is None else _one_buffer(x) for x in t[:INITIAL_STATE])
         at = self.segments.grid.cu
-        return DeltaTensors(q, k, v, g, beta, entering, t.A_log, t.dt_bias, at, at)  # type: ignore[arg-type]
+        t = self.tensors.map_tokens(_one_buffer)
+        return t._replace(initial_state=entering, cu_seqlens=at, cu_seqlens_cpu=at)
 
     def one_buffer(self, o: Tensor) -> Tensor:
         """View an output [B, T, ...] as [1, B T, ...]."""

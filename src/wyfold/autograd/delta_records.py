@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -11,7 +12,12 @@ from wyfold.tile.index.eager import wide
 
 
 class DeltaTensors(NamedTuple):
-    """Tensors of one call, as the public operators document them, in the order of the registered operators' schema."""
+    """Tensors of one call, as the public operators document them, in the order of the registered operators' schema.
+
+    Attributes:
+        a, b, w: Further tokens of a diagonal-plus-low-rank rule, [B, T, heads, K], and of w [B, T, HV, V]; None where
+            the rule does not have them (`tile.columns`).
+    """
 
     q: Tensor
     k: Tensor
@@ -23,6 +29,15 @@ class DeltaTensors(NamedTuple):
     dt_bias: Tensor | None
     cu_seqlens: Tensor | None
     cu_seqlens_cpu: Tensor | None
+    a: Tensor | None = None
+    b: Tensor | None = None
+    w: Tensor | None = None
+
+    def map_tokens(self, change: Callable[[Tensor], Tensor]) -> DeltaTensors:
+        """Replace every tensor with a row for each token, [B, T, ...]."""
+        optional = {name: getattr(self, name) for name in ("g", "beta", "a", "b", "w")}
+        changed: dict[str, Any] = {name: None if x is None else change(x) for name, x in optional.items()}
+        return self._replace(q=change(self.q), k=change(self.k), v=change(self.v), **changed)
 
     @property
     def packed_sequences(self) -> int | None:
@@ -31,6 +46,8 @@ class DeltaTensors(NamedTuple):
 
 
 TENSORS, DIFFERENTIABLE = len(DeltaTensors._fields), 8
+LEARNING = (*range(DIFFERENTIABLE), *map(DeltaTensors._fields.index, ("a", "b", "w")))
+"""Index of every differentiable tensor, in the order of gradients. The last three have some in low-rank rules alone."""
 INITIAL_STATE = DeltaTensors._fields.index("initial_state")
 SUMMED = (INITIAL_STATE, DeltaTensors._fields.index("A_log"), DeltaTensors._fields.index("dt_bias"))
 
@@ -50,6 +67,20 @@ class DeltaResult(NamedTuple):
     states: Tensor
 
 
+def gradient_needs(options: DeltaOptions, needs_input_grad: Sequence[bool]) -> list[bool]:
+    """`DeltaBackwardInputs.needs` of an autograd function whose first arguments are `DeltaTensors`."""
+    learning = LEARNING[:DIFFERENTIABLE] if options.rule == "delta" else LEARNING
+    return [needs_input_grad[index] for index in learning]
+
+
+def as_input_grads(found: Sequence[Tensor | None], arguments: int) -> tuple[Tensor | None, ...]:
+    """Gradients of all arguments of such a function, None for those without one."""
+    gradients: list[Tensor | None] = [None] * arguments
+    for index, dx in zip(LEARNING, found, strict=False):
+        gradients[index] = dx
+    return tuple(gradients)
+
+
 class DeltaBackwardInputs(NamedTuple):
     """Inputs of one backward call.
 
@@ -57,7 +88,8 @@ class DeltaBackwardInputs(NamedTuple):
         tensors, options: Those of the forward.
         saved: Tensors that the forward saved besides.
         do, dST: Gradients of the output and of the final states; None stands for zeros.
-        needs: For each differentiable tensor, whether its gradient is needed.
+        needs: For each of `LEARNING`, whether its gradient is needed; for the first `DIFFERENTIABLE` of them if the
+            options' rule is "delta".
     """
 
     tensors: DeltaTensors
@@ -68,11 +100,11 @@ class DeltaBackwardInputs(NamedTuple):
     needs: list[bool]
 
     def empty_grad(self, index: int) -> Tensor:
-        """Allocate the gradient of tensor `index`, uninitialized; without elements if it is not needed.
+        """Allocate the gradient of tensor `LEARNING[index]`, uninitialized; without elements if it is not needed.
 
         It has the argument's dtype. Gradients of states and parameters are sums and have the wide dtype.
         """
-        x = self.tensors[index]
+        x = self.tensors[LEARNING[index]]
         if x is None or not self.needs[index]:
             return self.tensors.q.new_empty(0)
         if index in SUMMED:
@@ -81,11 +113,11 @@ class DeltaBackwardInputs(NamedTuple):
 
     def empty_grads(self) -> list[Tensor]:
         """Allocate the gradient of every differentiable tensor, uninitialized."""
-        return [self.empty_grad(index) for index in range(DIFFERENTIABLE)]
+        return [self.empty_grad(index) for index in range(len(self.needs))]
 
     def to_input_dtypes(self, found: list[Tensor]) -> list[Tensor]:
         """Cast every gradient to its argument's dtype."""
-        given = self.tensors[:DIFFERENTIABLE]
+        given = [self.tensors[index] for index in LEARNING[: len(found)]]
         return [dx if x is None or dx.dtype == x.dtype else dx.to(x.dtype) for dx, x in zip(found, given, strict=True)]
 
 

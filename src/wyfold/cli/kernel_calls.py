@@ -33,7 +33,7 @@ def kernel_calls(device: torch.device, *, quick: bool) -> dict[str, Callable[[],
             shape = Shape(1, PACKED[-1], 2, 4, width, width)
             end = f"{str(dtype).removeprefix('torch.')}, {width}"
             for name, spec in OPERATOR_SPECS.items():
-                if spec.operator != "fused_recurrent_ttt_linear":  # has no kernel
+                if spec.kernels:
                     found[f"{name}, {end}"] = partial(_call, spec, shape, dtype, device)
             for name in ("chunk_delta_rule", "chunk_gated_delta_rule", "chunk_kda"):
                 found[f"{name}, packed, {end}"] = partial(

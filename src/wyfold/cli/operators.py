@@ -48,6 +48,7 @@ class OperatorSpec:
         backward: Whether it is differentiable.
         family: Family of the inputs, which selects the absolute targets.
         fixed: Keywords for the operator alone, not for the loop.
+        kernels: Whether it has kernels. Without them it runs on the eager backend alone.
     """
 
     name: str
@@ -58,6 +59,7 @@ class OperatorSpec:
     backward: bool = True
     family: str = "random"
     fixed: Mapping[str, Any] | None = None
+    kernels: bool = True
 
     def ours(self, arguments: Arguments) -> tuple[Tensor, ...]:
         """Call the operator. Returns the tensors named by `outputs`."""
@@ -169,7 +171,25 @@ _SPECS = (
     _spec("fused_recurrent_delta_rule", _delta("delta_rule"), _OUT),
     _spec("fused_recurrent_gated_delta_rule", _delta("gated_delta_rule", gate="model"), _OUT),
     _spec("fused_recurrent_kda", _delta("kda", gate="model"), _OUT),
-    _spec("fused_recurrent_ttt_linear", partial(_ttt, states=False), ("o",), family="ttt"),
+    _spec("fused_recurrent_ttt_linear", partial(_ttt, states=False), ("o",), family="ttt", kernels=False),
+    _spec("chunk_dplr_delta_rule", _delta("dplr_delta_rule", gate="weak"), _OUT, kernels=False),
+    _spec("chunk_iplr_delta_rule", _delta("iplr_delta_rule"), _OUT, kernels=False),
+    _spec("chunk_rwkv7", _delta("rwkv7", gate="weak"), _OUT, kernels=False),
+    _spec("chunk_gdn2", _delta("gdn2", gate="model"), _OUT, kernels=False),
+    _spec("chunk_comba", _delta("comba", gate="weak"), _OUT, kernels=False),
+    _spec("fused_recurrent_dplr_delta_rule", _delta("dplr_delta_rule", gate="any"), _OUT, kernels=False),
+    _spec("fused_recurrent_iplr_delta_rule", _delta("iplr_delta_rule"), _OUT, kernels=False),
+    _spec("fused_recurrent_rwkv7", _delta("rwkv7", gate="any"), _OUT, kernels=False),
+    OperatorSpec(
+        "fused_mul_recurrent_rwkv7",
+        "fused_mul_recurrent_rwkv7",
+        "mul_rwkv7",
+        _delta("mul_rwkv7", gate="weak"),
+        _OUT,
+        kernels=False,
+    ),
+    _spec("fused_recurrent_gdn2", _delta("gdn2", gate="model bounded"), _OUT, kernels=False),
+    _spec("fused_recurrent_comba", _delta("comba", gate="any"), _OUT, kernels=False),
     _spec("solve_tril", _triangle, backward=False),
     OperatorSpec("chunk_scaled_dot_kkt", "chunk_scaled_dot_kkt", "chunk_scaled_dot_kkt", _keys, backward=False),
     _spec("causal_conv1d", _conv, ("y", "state")),

@@ -28,11 +28,12 @@ import torch
 from torch import Tensor
 
 from wyfold.autograd.delta_records import (
-    DIFFERENTIABLE,
     INITIAL_STATE,
     TENSORS,
     DeltaResult,
     DeltaTensors,
+    as_input_grads,
+    gradient_needs,
     transpose_if_v_first,
 )
 from wyfold.context_parallel import delta_by_operator, delta_by_segments
@@ -86,7 +87,7 @@ class DeltaAcrossRanks(torch.autograd.Function):
             raise ValueError(
                 f"{op}: cp_context must be as in the forward, got one that was updated before the backward"
             )
-        needs = list(ctx.needs_input_grad[:DIFFERENTIABLE])
+        needs = gradient_needs(call.options, ctx.needs_input_grad)
         dST = dST if call.options.final_state else None
         if do is None:
             do = t.v.new_zeros(()).expand(t.v.shape)
@@ -98,10 +99,11 @@ class DeltaAcrossRanks(torch.autograd.Function):
         if needs[INITIAL_STATE] and t.initial_state is not None:
             starting = gradients[INITIAL_STATE][context.starting_pieces(call.B, device)]
             gradients[INITIAL_STATE] = transpose_if_v_first(starting, call.options).to(t.initial_state.dtype)
-        none = (None,) * (TENSORS + 2 - DIFFERENTIABLE)
         # Gradients of one buffer are those of B rows, one after another.
-        wanted = zip(gradients, t, needs, strict=False)
-        return *(dx.view_as(x) if need and x is not None else None for dx, x, need in wanted), *none
+        found = zip(
+            as_input_grads([dx if need else None for dx, need in zip(gradients, needs, strict=True)], TENSORS), t
+        )
+        return *(None if dx is None or x is None else dx.view_as(x) for dx, x in found), None, None
 
 
 class RankedDeltaImplementation(Protocol):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wyfold.autograd.delta import run
-from wyfold.autograd.delta_records import INITIAL_STATE, DeltaTensors, transpose_if_v_first
+from wyfold.autograd.delta_records import DeltaTensors, transpose_if_v_first
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.context_parallel.partition import Piece
 from wyfold.runtime.options import DeltaOptions
@@ -54,18 +54,15 @@ class RankCall(NamedTuple):
 
     def packed(self, entering: Tensor) -> DeltaTensors:
         """The call with all pieces as sequences of one packed buffer."""
-        t = self.tensors
-        q, k, v, g, beta = (None if x is None else self.one_buffer(x) for x in t[:INITIAL_STATE])
+        t = self.tensors.map_tokens(self.one_buffer)
         at = self.context.boundaries(self.B, t.q.device)
         on_cpu = self.context.boundaries(self.B, torch.device("cpu"))
-        return DeltaTensors(q, k, v, g, beta, entering, t.A_log, t.dt_bias, at, on_cpu)  # type: ignore[arg-type]
+        return t._replace(initial_state=entering, cu_seqlens=at, cu_seqlens_cpu=on_cpu)
 
     def alone(self, piece: Piece, initial_state: Tensor, start: int = 0) -> DeltaTensors:
         """The call of one piece, from its token `start` on, as a dense batch of B rows."""
-        t = self.tensors
-        span = piece.offset + start, piece.length - start
-        q, k, v, g, beta = (None if x is None else x.narrow(1, *span) for x in t[:INITIAL_STATE])
-        return DeltaTensors(q, k, v, g, beta, initial_state, t.A_log, t.dt_bias, None, None)  # type: ignore[arg-type]
+        t = self.tensors.map_tokens(lambda x: x.narrow(1, piece.offset + start, piece.length - start))
+        return t._replace(initial_state=initial_state, cu_seqlens=None, cu_seqlens_cpu=None)
 
     def rows(self, piece: Piece) -> slice:
         """Slice of the states of all pieces that belongs to one piece: B rows."""
@@ -94,10 +91,12 @@ class RankCall(NamedTuple):
         identity = torch.eye(K, dtype=S.dtype, device=S.device).expand(*S.shape[:2], K, K)
         zero_values = t.v.new_zeros(()).expand(*t.v.shape[:-1], K)
         if V + K <= MAX_COLUMNS:
-            both = t._replace(v=torch.cat([t.v, zero_values], dim=-1), initial_state=torch.cat([S, identity], dim=-1))
+            w = None if t.w is None else torch.cat([t.w, zero_values.to(t.w.dtype)], dim=-1)
+            v, state = torch.cat([t.v, zero_values], dim=-1), torch.cat([S, identity], dim=-1)
+            both = t._replace(v=v, w=w, initial_state=state)
             return run(both, options)[0].final_state
         H = run(t, options)[0].final_state
-        M = run(t._replace(v=zero_values, initial_state=identity.contiguous()), options)[0].final_state
+        M = run(t._replace(v=zero_values, w=None, initial_state=identity.contiguous()), options)[0].final_state
         return torch.cat([H, M], dim=-1)
 
 

@@ -6,10 +6,10 @@
         loss.backward()
 
 The formulas count an operator's definition, not its implementation. A token of a delta rule reads the state twice and
-writes it once: 3 products of K x V with 2 operations per element; the gradient needs two such products for each. The
-chunk form does more operations in less time, and the backward recomputes; neither is counted. Counts therefore depend
-on shapes alone, and model FLOPs utilisation (MFU) is comparable between implementations. Norms and gates count zero, as
-elsewhere in PyTorch's counter.
+writes it once: 3 products of K x V with 2 operations per element; the gradient needs two such products for each. DPLR,
+IPLR and RWKV-7 write along two columns: 4 products. The chunk form does more operations in less time, and the backward
+recomputes; neither is counted. Counts therefore depend on shapes alone, and model FLOPs utilisation (MFU) is comparable
+between implementations. Norms and gates count zero, as elsewhere in PyTorch's counter.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from typing import Any
 
 import torch
 
+from wyfold.autograd.delta_records import DeltaTensors
+
 Shape = Sequence[int]
 
 
-def delta(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
-    """FLOPs of a delta rule: 6 K V for each token of each value head."""
-    return 6 * math.prod(v) * k[-1]
+def delta(q: Shape, k: Shape, v: Shape, *rest: Any, **_: Any) -> int:
+    """FLOPs of a delta rule: 6 K V for each token of each value head; 8 K V for a rule with an erasing column b."""
+    a, b = rest[DeltaTensors._fields.index("a") - 3 :][:2]
+    return (6 if a is None or b is None else 8) * math.prod(v) * k[-1]
 
 
 def ttt(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:

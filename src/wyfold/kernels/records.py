@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from wyfold.tile.columns.eager import RuleTokens
+
 
 class Inputs(NamedTuple):
     """Input tiles of a part, after norm and activations.
@@ -48,6 +50,71 @@ class ChunkFactors(NamedTuple):
     A: Tensor
     J: Tensor
     P: Tensor
+
+    @staticmethod
+    def kept_widths(K: int, C: int) -> list[int]:
+        """Widths of the factors after G."""
+        return [K] + [C] * 4
+
+
+class LowRankInputs(NamedTuple):
+    """Input tiles of a part of a diagonal-plus-low-rank rule, after norm, activations and `tile.columns`.
+
+    Attributes:
+        q: [n, C, K], normalised.
+        a, b, k, v: Rows, columns and values, as of `Columns`.
+        g: [n, C, 1 or K] floored log gate per token; None without a gate.
+        before: Whether a reads before the token's decay.
+        tokens: Tiles that a, b, k and v were made of.
+        rq, rk, ra: [n, C, 1] reciprocal norms of the tokens q, k and a; None without the l2 norm.
+    """
+
+    q: Tensor
+    a: Tensor
+    b: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    before: bool
+    tokens: RuleTokens
+    rq: Tensor | None
+    rk: Tensor | None
+    ra: Tensor | None
+
+
+class LowRankFactors(NamedTuple):
+    """Factors of every chunk of a diagonal-plus-low-rank rule that do not depend on the state.
+
+    Attributes:
+        G: [n, C, 1 or K] running sum of g inside its chunk, natural log; None without a gate.
+        rows: [n, C, K] a decayed from the chunk's start to where it reads.
+        Q: [n, C, K] q with the chunk's transitions before it.
+        E: [n, C, K] A^T (b decayed to the chunk's end).
+        K: [n, C, K] k with the chunk's transitions after it.
+        P: [n, C, C] q, k and the transitions between them.
+        A: [n, C, C] (I - Aab)^-1.
+        F: [n, C, C] Pqb A.
+        Aab, Aak: [n, C, C] decayed grams of a with b and k, strictly lower.
+        Pqb, Pqk: [n, C, C] decayed grams of q with b and k.
+    """
+
+    G: Tensor | None
+    rows: Tensor
+    Q: Tensor
+    E: Tensor
+    K: Tensor
+    P: Tensor
+    A: Tensor
+    F: Tensor
+    Aab: Tensor
+    Aak: Tensor
+    Pqb: Tensor
+    Pqk: Tensor
+
+    @staticmethod
+    def kept_widths(K: int, C: int) -> list[int]:
+        """Widths of the factors after G."""
+        return [K] * 4 + [C] * 7
 
 
 class Prepared(NamedTuple):
@@ -175,6 +242,37 @@ class ChunkBorders(NamedTuple):
     X: Tensor
 
 
+class LowRankBorders(NamedTuple):
+    """Results of `low_rank_scan_bwd` for every chunk.
+
+    Attributes:
+        S: [n, K, V] state entering the chunk.
+        dS: [n, K, V] gradient of the state leaving it.
+        U: [n, C, V] what the erasing rows read of S.
+        Z: [n, C, V] gradient of U through the state leaving the chunk.
+    """
+
+    S: Tensor
+    dS: Tensor
+    U: Tensor
+    Z: Tensor
+
+
+class LowRankGradients(NamedTuple):
+    """Gradients of q, a, b, k, v and g of `LowRankInputs`.
+
+    Attributes:
+        b: Where b and k are one tensor, the same as k, their gradient.
+    """
+
+    q: Tensor
+    a: Tensor
+    b: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+
+
 class TileGradients(NamedTuple):
     """Gradients of a part's `Inputs`, before the adjoints of norm, activation and grouping.
 
@@ -196,6 +294,7 @@ class GradientOutputs(NamedTuple):
     Attributes:
         q, k, v, g, beta: Gradients of the tokens, or views of a part of them, with the inputs' shapes.
         A_log, dt_bias: Gradients of the gate's parameters.
+        a, b, w: Gradients of the tokens that only diagonal-plus-low-rank rules have.
     """
 
     q: Tensor | None
@@ -205,3 +304,6 @@ class GradientOutputs(NamedTuple):
     beta: Tensor | None
     A_log: Tensor | None
     dt_bias: Tensor | None
+    a: Tensor | None = None
+    b: Tensor | None = None
+    w: Tensor | None = None

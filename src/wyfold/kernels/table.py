@@ -76,11 +76,19 @@ STAGES = (
     "kkt",
     "solve_tril",
 )
+EAGER_STAGES = (
+    "low_rank_prepare",
+    "low_rank_scan",
+    "low_rank_scan_bwd",
+    "low_rank_gradients",
+    "low_rank_recurrent",
+)
+"""Stages without kernels."""
 COVERS = {"recurrent": ("prepare",), "scan": ("state_pool",)}
 """Stages whose kernels fuse the work of other stages: `DispatchEntry.covers`."""
 
 ENTRIES = (
-    *(DispatchEntry(stage, "eager", f"wyfold.kernels.{stage}.eager", check.FLOATS) for stage in STAGES),
+    *(DispatchEntry(stage, "eager", f"wyfold.kernels.{stage}.eager", check.FLOATS) for stage in STAGES + EAGER_STAGES),
     DispatchEntry("ttt_open", "eager", "wyfold.kernels.ttt.eager", check.FLOATS),  # starts and ends inside a mini-batch
     *(
         DispatchEntry(stage, "triton", f"wyfold.kernels.{stage}.triton", FLOATS, COVERS.get(stage, ()))

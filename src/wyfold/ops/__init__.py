@@ -5,12 +5,16 @@ counters look up by name.
 """
 
 from wyfold.ops import (
+    comba,
     conv,
     delta_rule,
+    dplr,
     gated_delta_rule,
     gates,
+    gdn2,
     kda,
     norm,
+    rwkv7,
     serving_conv,
     serving_delta,
     serving_ttt,
@@ -19,12 +23,16 @@ from wyfold.ops import (
 )
 
 __all__ = [
+    "comba",
     "conv",
     "delta_rule",
+    "dplr",
     "gated_delta_rule",
     "gates",
+    "gdn2",
     "kda",
     "norm",
+    "rwkv7",
     "serving_conv",
     "serving_delta",
     "serving_ttt",

@@ -70,10 +70,11 @@ def _has_channel_gradient_kernel(device: torch.device, dtype: torch.dtype, width
 def cut_of(call: DeltaCall, checked: CheckedDelta, chunk_size: int) -> Cut:
     """Segmentation of a call's long sequences; `WHOLE` if no sequence can be long enough.
 
-    `WHOLE` also on eager, which gains nothing, and with intermediate states, which are those of one scan.
+    `WHOLE` also on eager, which gains nothing, for rules without kernels, and with intermediate states, which are those
+    of one scan.
     """
     chunk, flags, q = call.chunk, call.flags, checked.q
-    if chunk is None:
+    if chunk is None or call.columns is not None:
         return segment_rule.WHOLE
     if chunk.max_splits is not None:
         check.integer(call.op, "max_splits", chunk.max_splits, least=1)

@@ -19,6 +19,7 @@ class DeltaCall(NamedTuple):
         gate: Gate arguments.
         chunk: Arguments of the chunk form. None: token by token.
         flags: Arguments of both forms.
+        columns: Arguments of a diagonal-plus-low-rank rule. None: a delta rule.
     """
 
     op: str
@@ -32,6 +33,33 @@ class DeltaCall(NamedTuple):
     gate: GateFlags
     chunk: ChunkFlags | None
     flags: Flags
+    columns: ColumnArguments | None = None
+
+    @property
+    def rule(self) -> str:
+        """`DeltaOptions.rule`."""
+        return "delta" if self.columns is None else self.columns.rule
+
+    @property
+    def column_tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """a, b and w of `DeltaTensors`."""
+        return (None, None, None) if self.columns is None else (self.columns.a, self.columns.b, self.columns.w)
+
+
+class ColumnArguments(NamedTuple):
+    """Arguments that diagonal-plus-low-rank rules have besides those of the delta rules.
+
+    Attributes:
+        rule: How the rule makes its rows and columns, as `DeltaOptions.rule`.
+        a, b, w: As of `DeltaTensors`.
+        names: Argument of `DeltaCall`, or a, b or w -> its name in the operator's signature, where that differs.
+    """
+
+    rule: str
+    a: Tensor | None = None
+    b: Tensor | None = None
+    w: Tensor | None = None
+    names: tuple[tuple[str, str], ...] = ()
 
 
 class GateFlags(NamedTuple):
@@ -65,14 +93,14 @@ class ChunkFlags(NamedTuple):
 class Flags(NamedTuple):
     """Non-tensor arguments of both forms, named as in `chunk_gated_delta_rule`."""
 
-    scale: float | None
-    output_final_state: bool
-    use_qk_l2norm_in_kernel: bool
-    use_beta_sigmoid_in_kernel: bool
-    allow_neg_eigval: bool
-    state_v_first: bool
-    state_dtype: torch.dtype | None
-    return_intermediate_states: bool
-    checkpoint_every: int | None
-    batch_invariant: bool
-    backend: str | None
+    scale: float | None = None
+    output_final_state: bool = False
+    use_qk_l2norm_in_kernel: bool = False
+    use_beta_sigmoid_in_kernel: bool = False
+    allow_neg_eigval: bool = False
+    state_v_first: bool = False
+    state_dtype: torch.dtype | None = None
+    return_intermediate_states: bool = False
+    checkpoint_every: int | None = None
+    batch_invariant: bool = False
+    backend: str | None = None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from wyfold.ops.delta_arguments import DeltaCall, Flags, GateFlags
+from wyfold.ops.delta_arguments import ColumnArguments, DeltaCall, Flags, GateFlags
 from wyfold.ops.rank_agreement import check_shard
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries, legal_boundaries, packed_boundaries
@@ -45,7 +45,7 @@ class CheckedDelta(NamedTuple):
 
 def check_call(call: DeltaCall) -> CheckedDelta:
     """Run all checks except those of chunk size and segments (`chunking`)."""
-    op, q, k, v, g, beta, initial_state, cu_seqlens, gate, chunk, flags = call
+    op, q, k, v, g, beta, initial_state, cu_seqlens, gate, chunk, flags, _ = call
     check.flag(
         op,
         output_final_state=flags.output_final_state,
@@ -56,9 +56,9 @@ def check_call(call: DeltaCall) -> CheckedDelta:
         return_intermediate_states=flags.return_intermediate_states,
         batch_invariant=flags.batch_invariant,
     )
-    sizes = check_tensors(op, q, k, v, g, beta, gate)
+    sizes = check_tensors(op, q, k, v, g, beta, gate, call.columns)
     q, k, v = in_autocast_dtype(q, k, v)
-    check.same_attribute(op, "dtype", q=q, k=k, v=v)
+    check.same_attribute(op, "dtype", **_named(call.columns, q=q, k=k, v=v, **paired_columns(call)))
     on_cpu, context = (None, None) if chunk is None else (chunk.cu_seqlens_cpu, chunk.cp_context)
     cu, N = check_boundaries(op, q, cu_seqlens, on_cpu, sizes["B"], sizes["T"])
     given_states = N
@@ -70,7 +70,9 @@ def check_call(call: DeltaCall) -> CheckedDelta:
         given_states = sizes["B"] * len(context.starts)
     _check_state(op, q, initial_state, flags, {**sizes, "N": given_states})
     _check_strength(op, beta, flags)
-    activation, lower_bound, clamp = check_gate(op, g, gate, sizes, cu)
+    if call.rule in ("given", "rates") and gate.lower_bound is not None and not gate.safe:
+        raise ValueError(f"{op}: lower_bound must come with safe_gate=True, got safe_gate={gate.safe!r}")
+    activation, lower_bound, clamp = check_gate(op, g, gate, sizes, cu, name=_names(call.columns).get("g", "g"))
     # An int: torch.jit traces sizes as tensors, whose powers are float32.
     scale = int(sizes["K"]) ** -0.5 if flags.scale is None else check.number(op, "scale", flags.scale)
     every = _check_checkpoints(op, flags.return_intermediate_states, flags.checkpoint_every)
@@ -78,23 +80,64 @@ def check_call(call: DeltaCall) -> CheckedDelta:
 
 
 def check_tensors(
-    op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, gate: GateFlags
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    gate: GateFlags,
+    columns: ColumnArguments | None = None,
 ) -> dict[str, int]:
-    sizes = check.shapes(
-        op,
-        optional=("g", "beta"),
-        q=(q, "B T H K"),
-        k=(k, "B T H K"),
-        v=(v, "B T HV V"),
-        g=(g, "B T HV K" if gate.channel else "B T HV"),
-        beta=(beta, "B T HV"),
-    )
-    check.head_groups(op, sizes["H"], sizes["HV"])
-    check.width(op, "K", "q and k", sizes["K"])
+    shapes: dict[str, tuple[Tensor | None, str]] = {
+        "q": (q, "B T H K"),
+        "k": (k, "B T H K"),
+        "v": (v, "B T HV V"),
+        "g": (g, "B T HV K" if gate.channel else "B T HV"),
+        "beta": (beta, "B T HV"),
+    }
+    optional = ["g", "beta"]
+    if columns is not None:
+        shapes |= {name: (getattr(columns, name), shape) for name, shape in COLUMN_SHAPES[columns.rule].items()}
+        optional += ["a", "b", "w"] if columns.rule == "keys" else []
+    tensors = {name: x for name, (x, _) in shapes.items()}
+    names = _names(columns)
+    sizes = check.shapes(op, optional=[names.get(name, name) for name in optional], **_named(columns, **shapes))
+    check.head_groups(op, sizes["H"], sizes["HV"], keys=f"{names.get('q', 'q')} and k")
+    check.width(op, "K", f"{names.get('q', 'q')} and k", sizes["K"])
     check.width(op, "V", "v", sizes["V"])
-    check.floating(op, q=q, k=k, v=v, g=g, beta=beta, A_log=gate.A_log, dt_bias=gate.dt_bias)
-    check.same_attribute(op, "device", q=q, k=k, v=v, g=g, beta=beta, A_log=gate.A_log, dt_bias=gate.dt_bias)
+    given = _named(columns, **tensors) | {"A_log": gate.A_log, "dt_bias": gate.dt_bias}
+    check.floating(op, **given)
+    check.same_attribute(op, "device", **given)
     return sizes
+
+
+COLUMN_SHAPES = {
+    "given": {"a": "B T H K", "b": "B T H K"},
+    "rates": {"a": "B T H K", "b": "B T H K"},
+    "keys": {"a": "B T H K", "b": "B T HV K", "w": "B T HV V"},
+}
+"""Rule -> shapes of its further tokens."""
+
+PAIRED = {"delta": "", "given": "ab", "rates": "ab", "keys": "a"}
+"""Rule -> its further tokens that have the dtype of q; the others may have any."""
+
+
+def paired_columns(call: DeltaCall) -> dict[str, Tensor | None]:
+    """Further tokens that have the dtype of q, by name, in the dtype of an active autocast."""
+    tokens = zip("abw", call.column_tensors, strict=True)
+    return {name: None if x is None else in_autocast_dtype(x)[0] for name, x in tokens if name in PAIRED[call.rule]}
+
+
+def _names(columns: ColumnArguments | None) -> dict[str, str]:
+    """Argument of a call -> its name in the operator's signature, where that differs."""
+    return {} if columns is None else dict(columns.names)
+
+
+def _named(columns: ColumnArguments | None, **arguments: Any) -> dict[str, Any]:
+    """The arguments under their names in the operator's signature."""
+    names = _names(columns)
+    return {names.get(name, name): value for name, value in arguments.items()}
 
 
 def check_boundaries(
@@ -140,7 +183,7 @@ def _check_strength(op: str, beta: Tensor | None, flags: Flags) -> None:
 
 
 def check_gate(
-    op: str, g: Tensor | None, gate: GateFlags, sizes: dict[str, int], cu: Tensor | None
+    op: str, g: Tensor | None, gate: GateFlags, sizes: dict[str, int], cu: Tensor | None, *, name: str = "g"
 ) -> tuple[str, float, float]:
     """Check the gate; return its activation, the lower bound and the clamp, each 0 if unused."""
     check.flag(op, use_gate_in_kernel=gate.in_kernel, safe_gate=gate.safe)
@@ -151,17 +194,19 @@ def check_gate(
         raise ValueError(f"{op}: lower_bound must be in [-5, 0) with safe_gate=True, got {bound}")
     if not gate.in_kernel:
         given = {"A_log": gate.A_log, "dt_bias": gate.dt_bias, "lower_bound": None if gate.safe else bound}
-        for name, value in given.items():
+        for parameter, value in given.items():
             if value is not None:
-                raise ValueError(f"{op}: {name} must come with use_gate_in_kernel=True, got use_gate_in_kernel=False")
+                raise ValueError(
+                    f"{op}: {parameter} must come with use_gate_in_kernel=True, got use_gate_in_kernel=False"
+                )
     if (gate.in_kernel or gate.safe) and g is None:
         flag = "use_gate_in_kernel" if gate.in_kernel else "safe_gate"
-        raise ValueError(f"{op}: g must be given with {flag}=True, got None")
+        raise ValueError(f"{op}: {name} must be given with {flag}=True, got None")
     _check_parameters(op, gate, sizes)
     clamp = (bound or STEEPEST_BOUND) if gate.safe else 0.0
     if not gate.in_kernel:
         if g is not None:
-            check.log_gates(op, g, cu, least=clamp or -math.inf)
+            check.log_gates(op, g, cu, least=clamp or -math.inf, name=name)
         return "given", 0.0, clamp
     return ("softplus", 0.0, clamp) if bound is None else ("bounded", bound, clamp)
 

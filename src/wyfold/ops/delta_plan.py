@@ -32,7 +32,8 @@ def make_plan(call: DeltaCall) -> DeltaOptions:
     checked = check_call(call)
     chunk_size = chunk_size_of(call, checked)
     cut = cut_of(call, checked, chunk_size)
-    given = *checked[:3], call.g, call.beta, call.initial_state, call.gate.A_log, call.gate.dt_bias
+    parameters = call.gate.A_log, call.gate.dt_bias
+    given = *checked[:3], call.g, call.beta, call.initial_state, *parameters, *call.column_tensors
     save = any_requires_grad(given)
     options = DeltaOptions(
         operator=call.op,
@@ -55,6 +56,7 @@ def make_plan(call: DeltaCall) -> DeltaOptions:
         segment_chunks=cut.chunks,
         segments=cut.most,
         unit=gradient_unit(checked.scale, checked.q.dtype),
+        rule=call.rule,
     )
     return options._replace(backend=_plan(call, checked, options, cut, given).backend)
 
@@ -77,6 +79,7 @@ def _plan(
         if recurrent
         else (("prepare", *between, "scan"), ("prepare", *between, "scan_bwd", "gradients"))
     )
+    forward, backward = (tuple([options.stage(name) for name in direction]) for direction in stages)
 
     def keys() -> list[tuple[str, str]]:
         if recurrent:
@@ -94,8 +97,8 @@ def _plan(
         call.op,
         q.device,
         call.flags.backend,
-        forward=stages[0],
-        backward=stages[1],
+        forward=forward,
+        backward=backward,
         dtypes=table.dtypes(*given),
         chunk_size=None if recurrent else chunk_size,
         parts=workspace.part_count(sizes["B"], sizes["T"], N if checked.packed else None, chunk_size, per_part),
@@ -139,7 +142,7 @@ def _trials(call: DeltaCall, checked: CheckedDelta, options: DeltaOptions) -> tu
             sample(gate.A_log, "A_log", ""),
             sample(gate.dt_bias, "dt_bias", ""),
             boundary_sample(boundaries_of(call.cu_seqlens)[0]),
-            None,
+            *[None] * 4,  # boundaries on the CPU, and the tokens of rules without kernels
         ),
         tuple(options),
         ("o", "state", "states"),

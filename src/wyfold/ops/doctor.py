@@ -18,13 +18,22 @@ import torch
 
 from wyfold.kernels import table
 from wyfold.kernels.self_check import remembered_here
+from wyfold.ops.comba import chunk_comba, fused_recurrent_comba
 from wyfold.ops.conv import causal_conv1d
 from wyfold.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
+from wyfold.ops.dplr import (
+    chunk_dplr_delta_rule,
+    chunk_iplr_delta_rule,
+    fused_recurrent_dplr_delta_rule,
+    fused_recurrent_iplr_delta_rule,
+)
 from wyfold.ops.explain import explain
 from wyfold.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from wyfold.ops.gates import fused_beta_sigmoid, fused_gdn_gate, fused_kda_gate
+from wyfold.ops.gdn2 import chunk_gdn2, fused_recurrent_gdn2
 from wyfold.ops.kda import chunk_kda, fused_recurrent_kda
 from wyfold.ops.norm import l2norm, rms_norm_gated
+from wyfold.ops.rwkv7 import chunk_rwkv7, fused_mul_recurrent_rwkv7, fused_recurrent_rwkv7
 from wyfold.ops.solve import chunk_scaled_dot_kkt, solve_tril
 from wyfold.ops.ttt_linear import chunk_ttt_linear, fused_recurrent_ttt_linear
 from wyfold.runtime import extras, triton_support, user_cache
@@ -333,10 +342,21 @@ def _calls(device: str) -> dict[Callable[..., Any], tuple[Any, ...]]:
         chunk_delta_rule: (q, q, q, g),
         chunk_gated_delta_rule: (q, q, q, g, g),
         chunk_kda: (q, q, q, q, g),
+        chunk_dplr_delta_rule: (q, q, q, q, q, q),
+        chunk_iplr_delta_rule: (q, q, q, q, q),
+        chunk_rwkv7: (q, q, q, q, q, q),
+        chunk_gdn2: (q, q, q, q, q, q),
+        chunk_comba: (q, q, q, q, g, g),
         chunk_ttt_linear: (q, q, q, rows, rows, g),
         fused_recurrent_delta_rule: (q, q, q, g),
         fused_recurrent_gated_delta_rule: (q, q, q, g, g),
         fused_recurrent_kda: (q, q, q, q, g),
+        fused_recurrent_dplr_delta_rule: (q, q, q, q, q, q),
+        fused_recurrent_iplr_delta_rule: (q, q, q, q, q),
+        fused_recurrent_rwkv7: (q, q, q, q, q, q),
+        fused_mul_recurrent_rwkv7: (q, q, q, q, q, q),
+        fused_recurrent_gdn2: (q, q, q, q, q, q),
+        fused_recurrent_comba: (q, q, q, q, g, g),
         fused_recurrent_ttt_linear: (q, q, q, rows, rows, g),
         solve_tril: (q,),
         chunk_scaled_dot_kkt: (q, g),

@@ -14,6 +14,12 @@ from wyfold.reference.delta import kda as kda
 from wyfold.reference.gates import beta_sigmoid as beta_sigmoid
 from wyfold.reference.gates import gdn_gate as gdn_gate
 from wyfold.reference.gates import kda_gate as kda_gate
+from wyfold.reference.low_rank import comba as comba
+from wyfold.reference.low_rank import dplr_delta_rule as dplr_delta_rule
+from wyfold.reference.low_rank import gdn2 as gdn2
+from wyfold.reference.low_rank import iplr_delta_rule as iplr_delta_rule
+from wyfold.reference.low_rank import mul_rwkv7 as mul_rwkv7
+from wyfold.reference.low_rank import rwkv7 as rwkv7
 from wyfold.reference.norm import l2norm as l2norm
 from wyfold.reference.norm import rms_norm_gated as rms_norm_gated
 from wyfold.reference.solve import chunk_scaled_dot_kkt as chunk_scaled_dot_kkt

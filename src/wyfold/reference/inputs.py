@@ -20,6 +20,8 @@ Arguments = dict[str, Any]
 
 # Rules, named after the token loops in this package.
 RULES = ("delta_rule", "gated_delta_rule", "kda", "ttt_linear")
+# Of these, the transition is diagonal plus low rank.
+LOW_RANK = ("dplr_delta_rule", "iplr_delta_rule", "rwkv7", "mul_rwkv7", "gdn2", "comba")
 CHUNK = 64  # grid of the "reset first" and "reset last" gates; 16 and 32 divide it
 
 
@@ -281,10 +283,11 @@ def draw(
 
     Args:
         family: One of `FAMILIES`; `keys`, `gate`, `beta` and `values` replace its parts.
-        rule: One of `RULES`. Determines the set of arguments and the shape of g.
+        rule: One of `RULES` or `LOW_RANK`. Determines the set of arguments and the shape of g.
         shape: Sizes.
         keys: One of `KEYS`.
-        gate: One of `GATES`, or "model" or, for KDA, "model bounded", which add A_log, dt_bias and their flags.
+        gate: One of `GATES`, or "model" or, for KDA and GDN-2, "model bounded", which add A_log, dt_bias and their
+            flags. Rules whose operator has no activation get "weak" instead of these.
         beta: One of `BETAS`. "logits" adds its flag.
         values: One of `VALUES`.
         eta: One of `ETAS`, for TTT-Linear.
@@ -315,14 +318,20 @@ def draw(
         arguments["w"] = (1 + 0.1 * _normal((HV, V), generator)).to(dtype)
         arguments["b"] = (0.1 * _normal((HV, V), generator)).to(dtype)
         arguments["eta"] = ETAS[eta]((B, T, HV, 1), generator).to(dtype)
-    else:
+    elif rule in LOW_RANK:
+        pair = _low_rank(rule, k, shape, keys or named.keys, generator)
+        arguments |= {name: x.to(dtype) for name, x in pair.items()}
+    if rule in ("delta_rule", "gated_delta_rule", "kda", "comba"):
         write = beta or named.beta
         arguments["beta"] = BETAS[write]((B, T, HV), generator).to(dtype)
         if write == "logits":
             arguments["use_beta_sigmoid_in_kernel"] = True
-    if rule in ("gated_delta_rule", "kda"):
-        channels = (HV,) if rule == "gated_delta_rule" else (HV, K)
-        arguments |= _gate(gate or named.gate, (B, T), channels, generator, wide)
+    if rule not in ("delta_rule", "iplr_delta_rule", "ttt_linear"):
+        channels = (HV,) if rule in ("gated_delta_rule", "comba") else (HV, K)
+        name = gate or named.gate
+        if name in MODEL_GATES and rule in LOW_RANK and rule != "gdn2":
+            name = "weak"
+        arguments |= _gate(name, (B, T), channels, generator, wide)
 
     size = STATES[state]
     if size is not None:
@@ -332,7 +341,22 @@ def draw(
             arguments["initial_state_bias"] = (size * _normal((N, HV, 1, V), generator)).to(wide)
     if eta_col is not None:  # drawn last, so that other arguments do not depend on it
         arguments["eta_col"] = ETA_COLS[eta_col]((B, T, HV, 1), generator).to(dtype)
-    return arguments
+    names = {"dplr_delta_rule": {"g": "gk"}, "rwkv7": RWKV7_NAMES, "mul_rwkv7": RWKV7_NAMES}.get(rule, {})
+    return {names.get(name, name): value for name, value in arguments.items()}
+
+
+def _low_rank(rule: str, k: Tensor, shape: Shape, keys: str, draw: Draw) -> Arguments:
+    """The further tokens of a diagonal-plus-low-rank rule. No transition enlarges a state by much."""
+    B, T, H, HV, K, V = shape.B, shape.T, shape.H, shape.HV, shape.K, shape.V
+    if rule == "comba":
+        return {"p": 0.8 * k}
+    if rule == "gdn2":
+        return {"b": _uniform((B, T, HV, K), draw), "w": _uniform((B, T, HV, V), draw)}
+    kk, rate = KEYS[keys]((B, T, H, K), draw), _uniform((B, T, H, K), draw)
+    return {"kk": kk, "a": rate} if rule == "mul_rwkv7" else {"a": -kk, "b": rate * kk}
+
+
+RWKV7_NAMES = {"q": "r", "g": "w"}
 
 
 def incoming(result: Tensor, seed: int = 0, size: float = 1.0) -> Tensor:

@@ -241,15 +241,17 @@ def head_groups(op: str, H: int, HV: int, *, keys: str = "q and k", values: str 
         raise ValueError(f"{op}: {values} must have a multiple of the {H} heads of {keys}, got {HV} value heads")
 
 
-def log_gates(op: str, g: Tensor, cu_seqlens: Tensor | None, *, least: float = -math.inf) -> None:
+def log_gates(op: str, g: Tensor, cu_seqlens: Tensor | None, *, least: float = -math.inf, name: str = "g") -> None:
     """Inside `checked`, raise unless the log decays up to the last boundary lie between `least` and 0."""
     if not (checking_contents() and readable(g)):
         return
     g = g if cu_seqlens is None else g[:, : int(cu_seqlens[-1])]
     if not bool((g <= 0).all()):
-        raise ValueError(f"{op}: g must be <= 0, a log decay per token, got a largest value of {float(g.max())}")
+        raise ValueError(f"{op}: {name} must be <= 0, a log decay per token, got a largest value of {float(g.max())}")
     if bool((g < least).any()):
-        raise ValueError(f"{op}: g must be at least {least} with safe_gate=True, got a least value of {float(g.min())}")
+        raise ValueError(
+            f"{op}: {name} must be at least {least} with safe_gate=True, got a least value of {float(g.min())}"
+        )
 
 
 def width(op: str, letter: str, name: str, size: int, *, most: int = 256) -> None:

@@ -70,6 +70,13 @@ class ChunkTable:
             valid[self.starts[-1] :] = self.tokens - (len(self.columns) - 1) * self.chunk_size
         return valid
 
+    def column_rows(self) -> list[tuple[slice, int]]:
+        """Chunks of each column, and the rows of its longest chunk that hold a token."""
+        return [
+            (slice(first, first + count), int(self.valid[first : first + count].max()))
+            for first, count in zip(self.starts, self.columns, strict=True)
+        ]
+
     @cached_property
     def padding(self) -> Tensor | None:
         """[chunks, C] bool, True in rows that hold no token; None if every row holds one."""

@@ -36,6 +36,8 @@ class DeltaOptions(NamedTuple):
         backend: The plan's backend.
         segment_chunks, segments: `Cut` of long sequences.
         unit: `gradient_unit` of the call.
+        rule: "delta", or how a diagonal-plus-low-rank rule makes its rows and columns (`tile.columns`): "given",
+            "rates", "keys".
     """
 
     operator: str
@@ -58,6 +60,11 @@ class DeltaOptions(NamedTuple):
     segment_chunks: int = 0
     segments: int = 1
     unit: float = 1.0
+    rule: str = "delta"
+
+    def stage(self, name: str) -> str:
+        """Stage that does a step of the delta rule, or the same step of a diagonal-plus-low-rank rule."""
+        return name if self.rule == "delta" else f"low_rank_{name}"
 
     @property
     def cut(self) -> Cut:
@@ -83,5 +90,5 @@ DELTA_SCHEMA = (
     "str operator, bool recurrent, float scale, bool qk_l2norm, str activation, float lower_bound, float clamp, "
     "bool beta_logit, float beta_most, bool state_v_first, ScalarType state_dtype, bool final_state, "
     "int chunk_size, int checkpoint_every, bool save, bool keep_factors, str backend, "
-    "int segment_chunks, int segments, float unit"
+    "int segment_chunks, int segments, float unit, str rule"
 )

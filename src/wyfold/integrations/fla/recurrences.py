@@ -114,7 +114,7 @@ def chunk_gated_delta_rule(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
-        state_v_first=_v_first("chunk_gated_delta_rule", state_v_first, transpose_state_layout),
+        state_v_first=v_first("chunk_gated_delta_rule", state_v_first, transpose_state_layout),
         cu_seqlens=None if context else cu_seqlens,
         cu_seqlens_cpu=None if context else cu_seqlens_cpu,
         cp_context=context,
@@ -157,7 +157,7 @@ def fused_recurrent_gated_delta_rule(
         raise UnsupportedError(f"{op}: gv is not offered", {"wyfold": "a decay per value channel has no chunk form"})
     if gk is not None and use_gate_in_kernel:
         raise ValueError(f"{op}: gk must come with use_gate_in_kernel=False, got use_gate_in_kernel=True")
-    state_v_first = _v_first(op, state_v_first, transpose_state_layout)
+    state_v_first = v_first(op, state_v_first, transpose_state_layout)
     if gk is not None:
         _check_decays(op, k, v, g, gk)
         o, state = kda.fused_recurrent_kda(
@@ -252,7 +252,7 @@ def chunk_kda(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
-        state_v_first=_v_first("chunk_kda", state_v_first, transpose_state_layout),
+        state_v_first=v_first("chunk_kda", state_v_first, transpose_state_layout),
         cu_seqlens=None if context else cu_seqlens,
         cu_seqlens_cpu=None if context else cu_seqlens_cpu,
         cp_context=context,
@@ -301,7 +301,7 @@ def fused_recurrent_kda(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
-        state_v_first=_v_first("fused_recurrent_kda", state_v_first, transpose_state_layout),
+        state_v_first=v_first("fused_recurrent_kda", state_v_first, transpose_state_layout),
         cu_seqlens=cu_seqlens,
         use_gate_in_kernel=use_gate_in_kernel,
         A_log=A_log,
@@ -357,7 +357,7 @@ def _check_decays(op: str, k: Tensor, v: Tensor, g: Tensor | None, gk: Tensor) -
     check.same_attribute(op, "device", k=k, g=g, gk=gk)
 
 
-def _v_first(op: str, state_v_first: bool, transpose_state_layout: bool | None) -> bool:
+def v_first(op: str, state_v_first: bool, transpose_state_layout: bool | None) -> bool:
     """State layout, given under its new or its old name."""
     if transpose_state_layout is None:
         return state_v_first

@@ -14,7 +14,18 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from wyfold.integrations.fla import environment, functions, indices, layers, modules, naive, padding, pieces, ranks
+from wyfold.integrations.fla import (
+    environment,
+    functions,
+    indices,
+    layers,
+    low_rank,
+    modules,
+    naive,
+    padding,
+    pieces,
+    ranks,
+)
 from wyfold.integrations.fla import recurrences as rules
 from wyfold.runtime import check
 
@@ -34,6 +45,12 @@ _GDN_CHUNK = _of(rules, "chunk_gated_delta_rule", "chunk_gdn")
 _GDN_STEPS = _of(rules, "fused_recurrent_gated_delta_rule", "fused_recurrent_gdn")
 _GDN_NAIVE = _of(naive, "naive_chunk_gated_delta_rule", "naive_recurrent_gated_delta_rule")
 _KDA = _of(rules, "chunk_kda", "fused_recurrent_kda")
+_DPLR = _of(low_rank, "chunk_dplr_delta_rule", "fused_recurrent_dplr_delta_rule")
+_IPLR = _of(low_rank, "chunk_iplr_delta_rule", "fused_recurrent_iplr_delta_rule")
+_RWKV7_STEPS = _of(low_rank, "fused_mul_recurrent_rwkv7", "fused_recurrent_rwkv7")
+_RWKV7 = {**_of(low_rank, "chunk_rwkv7"), **_RWKV7_STEPS}
+_GDN2 = _of(low_rank, "chunk_gdn2", "fused_recurrent_gdn2")
+_COMBA = _of(low_rank, "chunk_comba", "fused_recurrent_comba")
 _TTT = _of(rules, "chunk_ttt_linear", "fused_chunk_ttt_linear")
 _SOLVE = _of(pieces, "solve_tril")
 _CONV = {
@@ -73,7 +90,32 @@ _LAYERS = _of(layers, "DeltaNet", "GatedDeltaNet", "KimiDeltaAttention")
 MODULES: dict[str, _Names] = {
     "fla": {},
     "fla.utils": {},
-    "fla.ops": {**_DELTA, **_GDN_CHUNK, **_GDN_STEPS, **_KDA},
+    "fla.ops": {
+        **_DELTA,
+        **_GDN_CHUNK,
+        **_GDN_STEPS,
+        **_KDA,
+        **_DPLR,
+        **_IPLR,
+        **_of(low_rank, "chunk_rwkv7", "fused_recurrent_rwkv7"),
+        **_COMBA,
+    },
+    "fla.ops.comba": _COMBA,
+    "fla.ops.comba.chunk": _of(low_rank, "chunk_comba"),
+    "fla.ops.comba.fused_recurrent": _of(low_rank, "fused_recurrent_comba"),
+    "fla.ops.gdn2": _GDN2,
+    "fla.ops.gdn2.chunk": _of(low_rank, "chunk_gdn2"),
+    "fla.ops.gdn2.fused_recurrent": _of(low_rank, "fused_recurrent_gdn2"),
+    "fla.ops.generalized_delta_rule": {**_DPLR, **_IPLR},
+    "fla.ops.generalized_delta_rule.dplr": _DPLR,
+    "fla.ops.generalized_delta_rule.dplr.chunk": _of(low_rank, "chunk_dplr_delta_rule"),
+    "fla.ops.generalized_delta_rule.dplr.fused_recurrent": _of(low_rank, "fused_recurrent_dplr_delta_rule"),
+    "fla.ops.generalized_delta_rule.iplr": _IPLR,
+    "fla.ops.generalized_delta_rule.iplr.chunk": _of(low_rank, "chunk_iplr_delta_rule"),
+    "fla.ops.generalized_delta_rule.iplr.fused_recurrent": _of(low_rank, "fused_recurrent_iplr_delta_rule"),
+    "fla.ops.rwkv7": _RWKV7,
+    "fla.ops.rwkv7.chunk": _of(low_rank, "chunk_rwkv7"),
+    "fla.ops.rwkv7.fused_recurrent": _RWKV7_STEPS,
     "fla.ops.delta_rule": _DELTA,
     "fla.ops.delta_rule.chunk": _of(rules, "chunk_delta_rule"),
     "fla.ops.delta_rule.fused_recurrent": _of(rules, "fused_recurrent_delta_rule"),

@@ -14,9 +14,7 @@ from wyfold.tile.decay.eager import (
     decayed_grams_bwd,
     from_start,
     gate_gradient,
-    gate_tiles,
-    gate_tokens,
-    log_gate_bwd,
+    log_gate_tokens_bwd,
     to_end,
 )
 from wyfold.tile.index.eager import from_chunks, sum_groups, to_chunks
@@ -92,31 +90,4 @@ def unload(
             logits = to_chunks(beta[..., None], table, HV, dbeta.dtype)
             dbeta = sigmoid_bwd(logits, dbeta).mul_(options.beta_most)
         from_chunks(dbeta, table, out.beta[..., None])
-    if (
-        g is not None
-        and found.g is not None
-        and (out.g is not None or out.A_log is not None or out.dt_bias is not None)
-    ):
-        _unload_gate(found.g, g, A_log, dt_bias, table, options, out)
-
-
-def _unload_gate(
-    dg: Tensor,
-    g: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    table: ChunkTable,
-    options: DeltaOptions,
-    out: GradientOutputs,
-) -> None:
-    dg = dg.unflatten(0, (-1, g.shape[2]))
-    if table.padding is not None:
-        dg = dg.masked_fill(table.padding[:, None, :, None].to(dg.device), 0)
-    x = gate_tiles(g, table, dg.dtype)
-    dx, dA_log, ddt_bias = log_gate_bwd(x, dg, A_log, dt_bias, options.activation, options.lower_bound, options.clamp)
-    if out.g is not None:
-        gate_tokens(dx, table, out.g)
-    if out.A_log is not None and dA_log is not None:
-        out.A_log.add_(dA_log.view_as(out.A_log))
-    if out.dt_bias is not None and ddt_bias is not None:
-        out.dt_bias.add_(ddt_bias.view_as(out.dt_bias))
+    log_gate_tokens_bwd(found.g, g, A_log, dt_bias, table, options, (out.g, out.A_log, out.dt_bias))

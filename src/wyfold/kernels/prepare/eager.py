@@ -9,7 +9,7 @@ from wyfold.kernels.records import ChunkFactors, Inputs
 from wyfold.runtime.chunk_layout import ChunkTable
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.eager import sigmoid
-from wyfold.tile.decay.eager import decayed_grams, gate_tiles, log_gate, running_sum, to_end
+from wyfold.tile.decay.eager import decayed_grams, log_gate_tiles, running_sum, to_end
 from wyfold.tile.index.eager import to_chunks, wide
 from wyfold.tile.inverse.eager import inverse
 from wyfold.tile.norm.eager import l2norm
@@ -42,9 +42,8 @@ def load(
     rq = rk = None
     if options.qk_l2norm:
         (q, rq), (k, rk) = l2norm(q), l2norm(k)
-    return Inputs(
-        q, k, v, _strength(beta, v, table, options), _gate(g, A_log, dt_bias, HV, table, options, dtype), rq, rk
-    )
+    gate = log_gate_tiles(g, A_log, dt_bias, table, options, dtype)
+    return Inputs(q, k, v, _strength(beta, v, table, options), gate, rq, rk)
 
 
 def fold(inputs: Inputs, kept: ChunkFactors | None = None) -> ChunkFactors:
@@ -63,21 +62,3 @@ def _strength(beta: Tensor | None, v: Tensor, table: ChunkTable, options: DeltaO
         return torch.ones_like(v[..., :1])
     beta = to_chunks(beta[..., None], table, beta.shape[2], v.dtype)
     return sigmoid(beta).mul_(options.beta_most) if options.beta_logit else beta
-
-
-def _gate(
-    g: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    HV: int,
-    table: ChunkTable,
-    options: DeltaOptions,
-    dtype: torch.dtype,
-) -> Tensor | None:
-    if g is None:
-        return None
-    x = gate_tiles(g, table, dtype)
-    log = log_gate(x, A_log, dt_bias, options.activation, options.lower_bound, options.clamp)
-    if options.activation != "given" and table.padding is not None:
-        log = log.masked_fill(table.padding[:, None, :, None].to(log.device), 0)
-    return log.flatten(0, 1)

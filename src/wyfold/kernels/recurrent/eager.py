@@ -11,6 +11,7 @@ from wyfold.kernels.records import Inputs, TileGradients
 from wyfold.runtime.chunk_layout import ChunkTable
 from wyfold.tile.decay.eager import to_gate_shape, token_decay
 from wyfold.tile.index.eager import from_chunks, ranked, unranked
+from wyfold.tile.state.eager import columns_dot, paired, rows_dot
 
 Tiles = TypeVar("Tiles", Inputs, TileGradients)
 
@@ -22,7 +23,7 @@ def recurrent(
     HV = S0.shape[1]
     out = torch.empty_like(inputs.v)
     S = ranked(S0, table)
-    for chunks, rows in _columns(table):
+    for chunks, rows in table.column_rows():  # padding in shorter chunks changes no result
         c = slice(chunks.start * HV, chunks.stop * HV)
         running = S[: c.stop - c.start]
         _run(running, _rows(inputs, c), rows, out[c])
@@ -45,7 +46,7 @@ def recurrent_bwd(
     """
     HV = S0.shape[1]
     found = TileGradients(*(None if x is None else torch.zeros_like(x) for x in (*inputs[:4], inputs.g)))  # type: ignore[arg-type]
-    columns = list(_columns(table))
+    columns = table.column_rows()
     S, entering = ranked(S0, table), []
     for chunks, rows in columns:
         running = S[: (chunks.stop - chunks.start) * HV]
@@ -59,15 +60,6 @@ def recurrent_bwd(
     return found, unranked(dS, table)
 
 
-def _columns(table: ChunkTable) -> list[tuple[slice, int]]:
-    """Chunks of each column, and the rows of the longest one; padding in shorter ones changes no result."""
-    valid = table.valid
-    return [
-        (slice(first, first + count), int(valid[first : first + count].max()))
-        for first, count in zip(table.starts, table.columns, strict=True)
-    ]
-
-
 def _rows(tiles: Tiles, c: slice) -> Tiles:
     return type(tiles)(*(None if x is None else x[c] for x in tiles))  # type: ignore[arg-type]
 
@@ -77,7 +69,7 @@ def _run(S: Tensor, inputs: Inputs, rows: int, out: Tensor | None, states: list[
     q, k, v, beta = inputs[:4]
     decay = token_decay(inputs.g)
     # Two rows, not one: a single-row product uses another code path in batches of one (docs/facts/cpu.md, CPU-1).
-    kq, k_pair, y_pair = torch.stack([k, q], 2), _paired(k), _paired(v[:, 0])
+    kq, k_pair, y_pair = torch.stack([k, q], 2), paired(k), paired(v[:, 0])
     qk = (q * k).sum(-1, keepdim=True)
     for t in range(rows):
         if decay is not None:
@@ -98,35 +90,20 @@ def _run_bwd(S: Tensor, dS: Tensor, inputs: Inputs, do: Tensor, rows: int, found
     decay = token_decay(inputs.g)
     decayed: list[Tensor] = []
     _run(S, inputs, rows, None, decayed)
-    q_pair, k_pair, do_pair, de_pair = _paired(q), _paired(k), _paired(do), _paired(v[:, 0])
+    q_pair, k_pair, do_pair, de_pair = paired(q), paired(k), paired(do), paired(v[:, 0])
     for t in reversed(range(rows)):
         Sd = decayed.pop()
-        e = v[:, t] - _columns_dot(Sd, k[:, t])
+        e = v[:, t] - columns_dot(Sd, k[:, t])
         y = e * beta[:, t]
         dS.baddbmm_(q_pair[:, t].transpose(1, 2), do_pair[:, t])
-        found.q[:, t] = _rows_dot(Sd, do[:, t]) + k[:, t] * (y * do[:, t]).sum(-1, keepdim=True)
-        dn = _columns_dot(dS, k[:, t])
+        found.q[:, t] = rows_dot(Sd, do[:, t]) + k[:, t] * (y * do[:, t]).sum(-1, keepdim=True)
+        dn = columns_dot(dS, k[:, t])
         de = beta[:, t] * dn
         found.v[:, t] = de
         found.beta[:, t] = (dn * e).sum(-1, keepdim=True)
-        found.k[:, t] = _rows_dot(dS, y) - _rows_dot(Sd, de)
+        found.k[:, t] = rows_dot(dS, y) - rows_dot(Sd, de)
         de_pair[:, 0] = de
         dS.baddbmm_(k_pair[:, t].transpose(1, 2), de_pair, alpha=-1)
         if decay is not None and found.g is not None:
             found.g[:, t] = to_gate_shape((Sd * dS).sum(-1), found.g)
             dS.mul_(decay[:, t])
-
-
-def _paired(x: Tensor) -> Tensor:
-    """Append a row of zeros, so that an outer product has two rows (see `_run`).   [..., W] -> [..., 2, W]"""
-    return torch.stack([x, torch.zeros_like(x)], -2)
-
-
-def _columns_dot(S: Tensor, k: Tensor) -> Tensor:
-    """S^T k.   [n, K, V], [n, K] -> [n, V]"""
-    return (S * k[..., None]).sum(-2)
-
-
-def _rows_dot(S: Tensor, v: Tensor) -> Tensor:
-    """S v.   [n, K, V], [n, V] -> [n, K]"""
-    return (S * v[:, None]).sum(-1)

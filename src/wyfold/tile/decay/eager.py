@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from wyfold.runtime.chunk_layout import ChunkTable
+from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.eager import sigmoid, sigmoid_bwd, softplus
 from wyfold.tile.decay.channel.eager import channel_grams, channel_grams_bwd, exclusive_sum, suffix_sum
 from wyfold.tile.index.eager import from_chunks, to_chunks
@@ -86,6 +87,57 @@ def log_gate_bwd(
         dA_log = torch.where(dx == 0, 0, u * dx)
     over_tokens = None if dt_bias is None else dx.sum((0, 2))
     return dx, None if A_log is None else dA_log.sum((0, 2, 3)), over_tokens
+
+
+def log_gate_tiles(
+    g: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    table: ChunkTable,
+    options: DeltaOptions,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """`log_gate` of the caller's g, zero in rows without a token; None without a gate.   [n, C, 1 or K]"""
+    if g is None:
+        return None
+    x = gate_tiles(g, table, dtype)
+    log = log_gate(x, A_log, dt_bias, options.activation, options.lower_bound, options.clamp)
+    if options.activation != "given" and table.padding is not None:
+        log = log.masked_fill(table.padding[:, None, :, None].to(log.device), 0)
+    return log.flatten(0, 1)
+
+
+def log_gate_tokens_bwd(
+    dg: Tensor | None,
+    g: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    table: ChunkTable,
+    options: DeltaOptions,
+    out: tuple[Tensor | None, Tensor | None, Tensor | None],
+) -> None:
+    """Adjoint of `log_gate_tiles`.
+
+    Args:
+        dg: [n, C, 1 or K] gradient of its result.
+        g, A_log, dt_bias, table, options: As given to it.
+        out: Gradients of g, which is written, and of A_log and dt_bias, which are added to; None where a gradient is
+            not requested.
+    """
+    to_g, to_A_log, to_dt_bias = out
+    if dg is None or g is None or (to_g is None and to_A_log is None and to_dt_bias is None):
+        return
+    dg = dg.unflatten(0, (-1, g.shape[2]))
+    if table.padding is not None:
+        dg = dg.masked_fill(table.padding[:, None, :, None].to(dg.device), 0)
+    x = gate_tiles(g, table, dg.dtype)
+    dx, dA_log, ddt_bias = log_gate_bwd(x, dg, A_log, dt_bias, options.activation, options.lower_bound, options.clamp)
+    if to_g is not None:
+        gate_tokens(dx, table, to_g)
+    if to_A_log is not None and dA_log is not None:
+        to_A_log.add_(dA_log.view_as(to_A_log))
+    if to_dt_bias is not None and ddt_bias is not None:
+        to_dt_bias.add_(ddt_bias.view_as(to_dt_bias))
 
 
 def running_sum(g: Tensor | None) -> Tensor | None:

@@ -33,3 +33,18 @@ def retreat_(dS: Tensor, across: Tensor | None, q_in: Tensor, k_in: Tensor, do: 
         dS.mul_(across)
     dS.baddbmm_(q_in.transpose(1, 2), do)
     dS.baddbmm_(k_in.transpose(1, 2), dR, alpha=-1)
+
+
+def paired(x: Tensor) -> Tensor:
+    """Append a row of zeros: an outer product then has two rows (docs/facts/cpu.md, CPU-1).   [.., W] -> [.., 2, W]"""
+    return torch.stack([x, torch.zeros_like(x)], -2)
+
+
+def columns_dot(S: Tensor, k: Tensor) -> Tensor:
+    """S^T k.   [n, K, V], [n, K] -> [n, V]"""
+    return (S * k[..., None]).sum(-2)
+
+
+def rows_dot(S: Tensor, v: Tensor) -> Tensor:
+    """S v.   [n, K, V], [n, V] -> [n, K]"""
+    return (S * v[:, None]).sum(-1)

@@ -1,0 +1,1 @@
+"""Rows and columns of a transition that is diagonal plus low rank."""

@@ -1,0 +1,154 @@
+"""Rows and columns of a diagonal-plus-low-rank transition, in PyTorch: how a rule makes them, and their decayed grams.
+
+    S <- D S + b (a^T R)^T + k v^T        R: S before the token's decay (`reads_before`), or D S after it
+
+`a` is the erasing row, `b` the column that it erases along, `k` the column that is written, `v` the written value.
+
+| rule | a | b | k | v | a reads |
+|---|---|---|---|---|---|
+| "given" (DPLR, IPLR) | a | b | k | v | before |
+| "rates" (RWKV-7) | -a | a * b | k | v | before |
+| "keys" (GDN-2, Comba) | -(b * p), p = a, or k without a | beta k | beta k | w * v | after |
+
+A row that reads before its token's decay is a row of the token before: `early` moves it there, `late` back. Its gram
+with a column is then a query gram, and no exponent is positive.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from wyfold.tile.decay.eager import decayed_grams, decayed_grams_bwd, from_start
+
+
+class RuleTokens(NamedTuple):
+    """Tiles of a rule's tokens, besides q and the gate. None for an argument that the rule does not have, or 1.
+
+    Attributes:
+        k: [n, C, K], normalised.
+        v: [n, C, V].
+        a: [n, C, K], normalised like k.
+        b: [n, C, K].
+        w: [n, C, V].
+        beta: [n, C, 1].
+    """
+
+    k: Tensor
+    v: Tensor
+    a: Tensor | None
+    b: Tensor | None
+    w: Tensor | None
+    beta: Tensor | None
+
+
+class Columns(NamedTuple):
+    """Erasing row, erasing column, written column and written value of every token.
+
+    Attributes:
+        a, b, k: [n, C, K]. If a rule erases along what it writes, b and k are one tensor.
+        v: [n, C, V].
+    """
+
+    a: Tensor
+    b: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def reads_before(rule: str) -> bool:
+    """Whether the erasing row reads the state before the token's decay."""
+    return rule != "keys"
+
+
+def columns(rule: str, tokens: RuleTokens) -> Columns:
+    """Make the rows and columns of a rule."""
+    k, v, a, b, w, beta = tokens
+    if rule == "keys" or a is None or b is None:
+        written = _times(k, beta)
+        return Columns(_times(k if a is None else a, b).neg(), written, written, _times(v, w))
+    return Columns(a, b, k, v) if rule == "given" else Columns(a.neg(), a * b, k, v)
+
+
+def columns_bwd(rule: str, tokens: RuleTokens, found: Columns) -> RuleTokens:
+    """Adjoint of `columns`. Where b and k are one tensor, `found.k` is its gradient and `found.b` is not read."""
+    k, v, a, b, w, beta = tokens
+    da, db, dk, dv = found
+    if rule == "given":
+        return RuleTokens(dk, dv, da, db, None, None)
+    if rule == "rates" and a is not None and b is not None:
+        return RuleTokens(dk, dv, b * db - da, a * db, None, None)
+    dread = _times(da, b).neg()
+    derase = None if b is None else (da * (k if a is None else a)).neg()
+    dw = None if w is None else dv * v
+    dbeta = None if beta is None else (dk * k).sum(-1, keepdim=True)
+    dk = _times(dk, beta)
+    if a is None:
+        return RuleTokens(dk + dread, _times(dv, w), None, derase, dw, dbeta)
+    return RuleTokens(dk, _times(dv, w), dread, derase, dw, dbeta)
+
+
+def early(x: Tensor) -> Tensor:
+    """Move every row of a tile to the row before it; the first is dropped, the last is zero."""
+    return torch.nn.functional.pad(x[:, 1:], (0, 0, 0, 1))
+
+
+def late(x: Tensor) -> Tensor:
+    """Move every row of a tile to the row after it, the adjoint of `early`."""
+    return torch.nn.functional.pad(x[:, :-1], (0, 0, 1, 0))
+
+
+def read_from_start(a: Tensor, G: Tensor | None, *, before: bool) -> Tensor:
+    """a decayed from the chunk's start to where it reads. The map is diagonal, so it is also its own adjoint.
+
+    Before its decay, the chunk's first row reads the entering state undecayed.
+    """
+    if not before:
+        return from_start(a, G)
+    rows = late(from_start(early(a), G))
+    rows[:, 0] = a[:, 0]
+    return rows
+
+
+def erasing_gram(a: Tensor, column: Tensor, G: Tensor | None, *, before: bool) -> Tensor:
+    """Decayed gram of the erasing rows with a column, strictly lower.   [n, C, C]
+
+    gram[r, s] = sum_c a[r, c] column[s, c] exp(H[r, c] - G[s, c])    s < r, H = G, or G of row r - 1 with `before`
+    """
+    if before:
+        return late(decayed_grams(early(a), column, G)[1])
+    return decayed_grams(a, column, G)[1].tril_(-1)
+
+
+def erasing_gram_bwd(
+    a: Tensor, column: Tensor, G: Tensor | None, gram: Tensor, dgram: Tensor, *, before: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Adjoint of `erasing_gram`.
+
+    Args:
+        a, column, G: As given to `erasing_gram`.
+        gram: Its result.
+        dgram: [n, C, C], zero where gram is.
+
+    Returns:
+        da, dcolumn: [n, C, K].
+        dg: Gradient of the per-token gate through the gram, shape of G.
+    """
+    if not before:
+        return query_gram_bwd(a, column, G, gram, dgram)
+    da, dcolumn, dg = query_gram_bwd(early(a), column, G, early(gram), early(dgram))
+    return late(da), dcolumn, dg
+
+
+def query_gram_bwd(
+    q: Tensor, column: Tensor, G: Tensor | None, P: Tensor, dP: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Adjoint of the query gram P of `decayed_grams` alone: dq, dcolumn and dg."""
+    zero = torch.zeros_like(P)
+    return decayed_grams_bwd(q, column, G, zero, P, zero, dP)
+
+
+def _times(x: Tensor, factor: Tensor | None) -> Tensor:
+    return x if factor is None else x * factor
