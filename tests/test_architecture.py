@@ -547,8 +547,8 @@ PUBLIC = """
     fused_recurrent_ttt_linear TTTState solve_tril chunk_scaled_dot_kkt l2norm fused_gdn_gate fused_kda_gate
     chunk_dplr_delta_rule chunk_iplr_delta_rule fused_recurrent_dplr_delta_rule fused_recurrent_iplr_delta_rule
     chunk_rwkv7 fused_recurrent_rwkv7 fused_mul_recurrent_rwkv7 chunk_gdn2 fused_recurrent_gdn2 chunk_comba
-    fused_recurrent_comba fused_beta_sigmoid causal_conv1d rms_norm_gated SequenceLayout explain checked doctor
-    UnsupportedError
+    fused_recurrent_comba fused_beta_sigmoid causal_conv1d rms_norm_gated parallel_path_attn PathKeys SequenceLayout
+    explain checked doctor UnsupportedError
 """.split()
 
 

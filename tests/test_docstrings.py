@@ -36,6 +36,7 @@ SIZES = {
     "N": (2, 3),
     "H": (3, 2),
     "HV": (6, 12),
+    "HQ": (6, 12),
     "K": (24, 32),
     "V": (40, 48),
     "C": (16, 32),
@@ -257,7 +258,7 @@ def test_a_block_of_a_page_runs(page: str, block: int, needs: str, capsys: pytes
 def test_the_page_has_the_signatures_of_the_reference():
     page = re.sub(r"\s+", " ", (ROOT / "docs" / "check_it_yourself.md").read_text(encoding="utf-8"))
     public = [name for name, value in vars(wyfold.reference).items() if inspect.isfunction(value)]
-    assert len(public) == 18
+    assert len(public) == 19
     for name in public:
         signature = inspect.signature(getattr(wyfold.reference, name))
         bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]

@@ -130,6 +130,23 @@ def ttt_linear(figure: Figure) -> None:
     legend_at_right(axes)
 
 
+def path_attention(figure: Figure) -> None:
+    """Weight of the first token's value under a row of bits, each one of which reflects its key."""
+    axes = figure.subplots()
+    bits = torch.tensor([0, 1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0, 0], dtype=torch.float64)
+    T = len(bits)
+    q, w, k, v = (torch.zeros(1, T, 1, 8, dtype=torch.float64) for _ in range(4))
+    q[..., 0] = w[..., 0] = 1
+    k[:, 0, :, 0] = v[:, 0] = 1
+    for strength, style in ((2.0, "o-"), (0.0, "s--")):
+        o, _ = wyfold.parallel_path_attn(q, k, v, w, beta=(strength * bits).view(1, T, 1), scale=3.0)
+        axes.step(range(T), o[0, :, 0, 0], style, where="mid", label=f"beta = {strength:g} at a one, 0 at a zero")
+    axes.set(
+        xticks=range(T), xticklabels=[f"{int(bit)}" for bit in bits], xlabel="input", ylabel="weight of the first token"
+    )
+    legend_at_right(axes)
+
+
 def conv(figure: Figure) -> None:
     """An impulse through three filters."""
     axes = figure.subplots()
@@ -192,6 +209,7 @@ PLOTS: tuple[Callable[[Figure], None], ...] = (
     kda,
     low_rank,
     ttt_linear,
+    path_attention,
     conv,
     norms_and_gates,
     triangles,

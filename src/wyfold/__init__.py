@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 __all__ = [
+    "PathKeys",
     "SequenceLayout",
     "TTTState",
     "UnsupportedError",
@@ -49,6 +50,7 @@ __all__ = [
     "l2norm",
     "layers",
     "models",
+    "parallel_path_attn",
     "reference",
     "rms_norm_gated",
     "serving",
@@ -78,6 +80,7 @@ if TYPE_CHECKING:  # for type checkers, editors and the documentation; `_SOURCES
     from wyfold.ops.gdn2 import chunk_gdn2, fused_recurrent_gdn2
     from wyfold.ops.kda import chunk_kda, fused_recurrent_kda
     from wyfold.ops.norm import l2norm, rms_norm_gated
+    from wyfold.ops.path_attention import PathKeys, parallel_path_attn
     from wyfold.ops.rwkv7 import chunk_rwkv7, fused_mul_recurrent_rwkv7, fused_recurrent_rwkv7
     from wyfold.ops.solve import chunk_scaled_dot_kkt, solve_tril
     from wyfold.ops.ttt_linear import (
@@ -94,6 +97,7 @@ else:  # hidden from type checkers, to which a module with `__getattr__` appears
     import sys
 
     _SOURCES = {
+        "PathKeys": "wyfold.ops.path_attention",
         "SequenceLayout": "wyfold.runtime.layout",
         "TTTState": "wyfold.ops.ttt_linear",
         "UnsupportedError": "wyfold.runtime.unsupported",
@@ -128,6 +132,7 @@ else:  # hidden from type checkers, to which a module with `__getattr__` appears
         "fused_recurrent_rwkv7": "wyfold.ops.rwkv7",
         "fused_recurrent_ttt_linear": "wyfold.ops.ttt_linear",
         "l2norm": "wyfold.ops.norm",
+        "parallel_path_attn": "wyfold.ops.path_attention",
         "rms_norm_gated": "wyfold.ops.norm",
         "solve_tril": "wyfold.ops.solve",
     }

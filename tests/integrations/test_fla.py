@@ -41,6 +41,7 @@ ORDER = {
         cu_seqlens cu_seqlens_cpu""",
     "fused_chunk_ttt_linear": """q k v w b eta scale eps chunk_size initial_state initial_state_bias output_final_state
         cu_seqlens""",
+    "parallel_path_attn": "q k v w beta g scale cu_seqlens use_cache",
     "l2norm": "x eps output_dtype",
     "rms_norm_gated": "x g weight bias activation residual prenorm residual_in_fp32 eps",
     "causal_conv1d": """x weight bias residual initial_state output_final_state activation backend cu_seqlens
@@ -102,6 +103,17 @@ def test_delta_rules_are_wyfolds(form: str, packed: bool):
         expected = ours(q, k, v, *gates, beta, **given)
         assert alike(theirs(q, k, v, *gates, beta=beta, **given), expected), rule
         assert alike(theirs(q, k, v, *gates, beta=beta, **{**given, "output_final_state": False})[1], None)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_path_attention_is_wyfolds(packed: bool):
+    """With fla's meaning of the gate, which the softmax scale multiplies."""
+    x = tensors(packed=packed)
+    q, v, g, beta = torch.randn(len(x["q"]), T, HV, K), x["v"][:, :, :H], x["g"], x["beta"][:, :, :H]
+    w, cu = wyfold.l2norm(torch.randn_like(x["k"])), x["cu"] if packed else None
+    expected = wyfold.parallel_path_attn(q, x["k"], v, w, beta, g, scale=0.3, cu_seqlens=cu, use_cache=True)
+    assert alike(fla.parallel_path_attn(q, x["k"], v, w, beta, g, 0.3, cu, True), expected)
+    assert alike(fla.parallel_path_attn(q, x["k"], v, w, beta, g, 0.3, cu), (expected[0], None))
 
 
 def test_gates_and_layouts_inside_are_wyfolds():

@@ -56,6 +56,13 @@ def test_ttt_and_the_convolution():
     assert counted(lambda: wyfold.causal_conv1d(x, weight)[0].sum().backward()) == 6 * TOKENS * 12 * W
 
 
+def test_path_attention_counts_as_softmax_attention():
+    q, k, v = (inputs(heads, width, gradient=True) for heads, width in ((HV, K), (H, K), (H, V)))
+    w, beta = wyfold.l2norm(k.detach()), torch.rand(B, T, H)
+    once = 2 * B * HV * T * T * (K + V)
+    assert counted(lambda: wyfold.parallel_path_attn(q, k, v, w, beta)[0].sum().backward()) == 3 * once
+
+
 def test_triangles():
     A = torch.randn(B, T, H, C).tril(-1)
     assert counted(lambda: wyfold.solve_tril(A)) == B * T * H * C * C // 3

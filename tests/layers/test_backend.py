@@ -15,6 +15,7 @@ MIXERS = {
     layers.DeltaNet: ("chunk_delta_rule", "fused_recurrent_delta_rule"),
     layers.GatedDeltaNet: ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "rms_norm_gated"),
     layers.KimiDeltaAttention: ("chunk_kda", "fused_recurrent_kda", "rms_norm_gated"),
+    layers.PaTHAttention: ("parallel_path_attn", "l2norm"),
     layers.TTTLinear: ("chunk_ttt_linear", "fused_recurrent_ttt_linear"),
 }
 

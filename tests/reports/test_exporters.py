@@ -26,6 +26,7 @@ MIXERS = {
     "gdn": lambda: layers.GatedDeltaNet(16, H, head_dim=K),
     "kda": lambda: layers.KimiDeltaAttention(16, H, head_dim=K),
     "ttt_linear": lambda: layers.TTTLinear(16, H, head_dim=K),
+    "path_attention": lambda: layers.PaTHAttention(16, H, head_dim=K, use_forget_gate=True),
     "attention": lambda: layers.SoftmaxAttention(16, H, head_dim=K),
     "window": lambda: layers.SoftmaxAttention(16, H, head_dim=K, window=5),
 }
@@ -78,6 +79,7 @@ OPERATORS = {
     "chunk_kda": ("q k v channels beta", lambda *t: wyfold.chunk_kda(*t)[0]),
     "chunk_ttt_linear": ("q k v w b eta", lambda *t: wyfold.chunk_ttt_linear(*t)[0]),
     "fused_recurrent_ttt_linear": ("q k v w b eta", lambda *t: wyfold.fused_recurrent_ttt_linear(*t)[0]),
+    "parallel_path_attn": ("q k v k beta g", lambda *t: wyfold.parallel_path_attn(*t, use_cache=True)),
     "causal_conv1d": ("x weight", lambda *t: wyfold.causal_conv1d(*t)[0]),
     "l2norm": ("x", lambda *t: wyfold.l2norm(*t)),
     "rms_norm_gated": ("x x row", lambda *t: wyfold.rms_norm_gated(*t)),

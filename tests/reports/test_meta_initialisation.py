@@ -36,6 +36,7 @@ MODULES = {
     "KimiDeltaAttention, bounded": lambda: layers.KimiDeltaAttention(48, 2, head_dim=16, lower_bound=-5.0),
     "TTTLinear": lambda: layers.TTTLinear(48, 2, head_dim=16),
     "TTTLinear, plain": lambda: layers.TTTLinear(48, 2, head_dim=16, conv_size=None, gated=False),
+    "PaTHAttention": lambda: layers.PaTHAttention(48, 2, use_forget_gate=True, use_qk_norm=True, conv_bias=True),
     "SoftmaxAttention": lambda: layers.SoftmaxAttention(48, 2, head_dim=16),
     "ShortConvolution": lambda: layers.ShortConvolution(48, bias=True),
     "GatedRMSNorm": lambda: layers.GatedRMSNorm(48),

@@ -7,6 +7,7 @@ OPS = {
     "gdn": "chunk_gated_delta_rule",
     "kda": "chunk_kda",
     "ttt": "chunk_ttt_linear",
+    "path": "parallel_path_attn",
     "recurrent_delta_rule": "fused_recurrent_delta_rule",
     "recurrent_gdn": "fused_recurrent_gated_delta_rule",
     "recurrent_kda": "fused_recurrent_kda",

@@ -104,6 +104,25 @@ def _ttt(shape: Shape, dtype: torch.dtype, seed: int, *, states: bool) -> Argume
     return {**drawn, "output_final_state": True} if states else drawn
 
 
+def _path(shape: Shape, dtype: torch.dtype, seed: int, *, gate: bool) -> Arguments:
+    """Arguments of PaTH attention with HV query heads over H heads of keys."""
+    wide = torch.promote_types(dtype, torch.float32)
+    heads = _tokens(shape, shape.H)
+    q, k, v, w, beta, g = _normal(
+        seed,
+        torch.float64,
+        _tokens(shape, shape.HV, shape.K),
+        (*heads, shape.K),
+        (*heads, shape.V),
+        (*heads, shape.K),
+        heads,
+        _tokens(shape, shape.HV),
+    )
+    drawn = {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
+    drawn |= {"w": torch.nn.functional.normalize(w, dim=-1).to(wide), "beta": 2 * torch.sigmoid(beta).to(wide)}
+    return drawn | ({"g": torch.nn.functional.logsigmoid(g + 2).to(wide)} if gate else {})
+
+
 def _conv(shape: Shape, dtype: torch.dtype, seed: int) -> Arguments:
     D, W = shape.H * shape.K, 4
     x, weight, bias, residual, state = _normal(
@@ -190,6 +209,22 @@ _SPECS = (
     ),
     _spec("fused_recurrent_gdn2", _delta("gdn2", gate="model bounded"), _OUT, kernels=False),
     _spec("fused_recurrent_comba", _delta("comba", gate="any"), _OUT, kernels=False),
+    OperatorSpec(
+        "parallel_path_attn",
+        "parallel_path_attn",
+        "path_attention",
+        partial(_path, gate=False),
+        ("o",),
+        kernels=False,
+    ),
+    OperatorSpec(
+        "parallel_path_attn, forget gate",
+        "parallel_path_attn",
+        "path_attention",
+        partial(_path, gate=True),
+        ("o",),
+        kernels=False,
+    ),
     _spec("solve_tril", _triangle, backward=False),
     OperatorSpec("chunk_scaled_dot_kkt", "chunk_scaled_dot_kkt", "chunk_scaled_dot_kkt", _keys, backward=False),
     _spec("causal_conv1d", _conv, ("y", "state")),

@@ -36,6 +36,11 @@ def ttt(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
     return 6 * math.prod(v) * k[-1]
 
 
+def path(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
+    """FLOPs of PaTH attention: as PyTorch counts softmax attention, 2 (K + V) for each pair of a query and a key."""
+    return 2 * math.prod(q[:3]) * k[1] * (k[-1] + v[-1])
+
+
 def conv(x: Shape, weight: Shape, *_: Any, **__: Any) -> int:
     """FLOPs of the short convolution: 2 W for each token of each channel."""
     return 2 * math.prod(x) * weight[-1]
@@ -59,6 +64,8 @@ FORMULAS: dict[str, tuple[Callable[..., int], int]] = {
     "delta_rank_gradients": (delta, 1),
     "ttt_fwd": (ttt, 1),
     "ttt_bwd": (ttt, 2),
+    "path_fwd": (path, 1),
+    "path_bwd": (path, 2),
     "causal_conv1d_fwd": (conv, 1),
     "causal_conv1d_bwd": (conv, 2),
     "solve_tril": (solve, 1),

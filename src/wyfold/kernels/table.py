@@ -82,6 +82,8 @@ EAGER_STAGES = (
     "low_rank_scan_bwd",
     "low_rank_gradients",
     "low_rank_recurrent",
+    "path_blocks",
+    "path_attention",
 )
 """Stages without kernels."""
 COVERS = {"recurrent": ("prepare",), "scan": ("state_pool",)}

@@ -7,6 +7,7 @@ from wyfold.layers.delta_net import DeltaNet
 from wyfold.layers.gated_delta_net import DecayParameters, GatedDeltaNet
 from wyfold.layers.kda import KimiDeltaAttention
 from wyfold.layers.norm import GatedRMSNorm
+from wyfold.layers.path_attention import PaTHAttention
 from wyfold.layers.ttt_linear import TTTLinear
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "KimiDeltaAttention",
     "LayerCache",
     "LayerPool",
+    "PaTHAttention",
     "PooledCache",
     "ShortConvolution",
     "SoftmaxAttention",

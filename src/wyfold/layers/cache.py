@@ -8,7 +8,8 @@ These classes are not dicts, tuples, dataclasses or registered pytrees. Module w
 policy, accelerate's hooks) rebuild such containers among their arguments, and a layer's writes to a rebuilt container
 would be lost. For the same reason `to` works in place.
 
-The size of a cache does not grow with the number of tokens, except for softmax attention without a window.
+The size of a cache does not grow with the number of tokens, except for softmax attention without a window and for PaTH
+attention.
 
 For serving, a `LayerPool` holds many sequences of a delta-family layer, one per slot; a call updates its slots in
 place, without a gradient. `DecodingPools` holds one pool per layer.

@@ -22,7 +22,7 @@ from wyfold.runtime.layout import SequenceLayout
 from wyfold.runtime.torch_ops import exporting
 
 KEPT_RESULTS = frozenset(
-    {"wyfold.delta_fwd", "wyfold.ttt_fwd"}
+    {"wyfold.delta_fwd", "wyfold.ttt_fwd", "wyfold.path_fwd"}
     | {f"aten._scaled_dot_product_{kind}" for kind in ("flash_attention", "efficient_attention", "cudnn_attention")}
     | {"aten._scaled_dot_product_flash_attention_for_cpu"}
 )

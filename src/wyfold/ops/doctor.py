@@ -33,6 +33,7 @@ from wyfold.ops.gates import fused_beta_sigmoid, fused_gdn_gate, fused_kda_gate
 from wyfold.ops.gdn2 import chunk_gdn2, fused_recurrent_gdn2
 from wyfold.ops.kda import chunk_kda, fused_recurrent_kda
 from wyfold.ops.norm import l2norm, rms_norm_gated
+from wyfold.ops.path_attention import parallel_path_attn
 from wyfold.ops.rwkv7 import chunk_rwkv7, fused_mul_recurrent_rwkv7, fused_recurrent_rwkv7
 from wyfold.ops.solve import chunk_scaled_dot_kkt, solve_tril
 from wyfold.ops.ttt_linear import chunk_ttt_linear, fused_recurrent_ttt_linear
@@ -358,6 +359,7 @@ def _calls(device: str) -> dict[Callable[..., Any], tuple[Any, ...]]:
         fused_recurrent_gdn2: (q, q, q, q, q, q),
         fused_recurrent_comba: (q, q, q, q, g, g),
         fused_recurrent_ttt_linear: (q, q, q, rows, rows, g),
+        parallel_path_attn: (q, q, q, q, g),
         solve_tril: (q,),
         chunk_scaled_dot_kkt: (q, g),
         causal_conv1d: (g, rows[:, :4]),

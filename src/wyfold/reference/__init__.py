@@ -22,6 +22,7 @@ from wyfold.reference.low_rank import mul_rwkv7 as mul_rwkv7
 from wyfold.reference.low_rank import rwkv7 as rwkv7
 from wyfold.reference.norm import l2norm as l2norm
 from wyfold.reference.norm import rms_norm_gated as rms_norm_gated
+from wyfold.reference.path import path_attention as path_attention
 from wyfold.reference.solve import chunk_scaled_dot_kkt as chunk_scaled_dot_kkt
 from wyfold.reference.solve import solve_tril as solve_tril
 from wyfold.reference.ttt import ttt_linear as ttt_linear

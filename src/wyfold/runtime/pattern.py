@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-MIXERS = ("delta_net", "gated_delta_net", "kda", "ttt_linear", "attention")
+MIXERS = ("delta_net", "gated_delta_net", "kda", "ttt_linear", "path_attention", "attention")
 ALIASES = {"gdn": "gated_delta_net"}
 _SHORT = {name: alias for alias, name in ALIASES.items()}
 

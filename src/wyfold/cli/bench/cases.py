@@ -161,7 +161,10 @@ class Case:
         """Draw a gradient for the output, which has the shape of v, or of the first argument if there is no v."""
         like = arguments.get("v", next(iter(arguments.values())))
         dtype = torch.promote_types(like.dtype, torch.float32) if self.op.endswith("_gate") else like.dtype
-        return _Tensors(replace(self, seed=self.seed + (1 << 20))).normal(*like.shape).to(dtype)
+        size = [*like.shape]
+        if self.op == "path":  # a row for each query head
+            size[2] = arguments["q"].shape[2]
+        return _Tensors(replace(self, seed=self.seed + (1 << 20))).normal(*size).to(dtype)
 
     def floor_bytes(self, arguments: Arguments) -> int:
         """Least bytes an implementation must move: every input read once, every output written once.
@@ -184,13 +187,15 @@ class Case:
         like = arguments.get("v", next(iter(arguments.values())))
         if self.op == "kkt":
             return int(arguments["beta"].numel()) * self.chunk * 4
+        if self.op == "path":
+            return self.token_heads * self.shape.V * int(like.element_size())
         states = _bytes(arguments["initial_state"]) if self.decoding else 0
         return int(like.numel()) * (4 if self.op.endswith("_gate") else like.element_size()) + states
 
 
 def gates_of(op: str, gates: Sequence[str]) -> Sequence[str]:
     """Select the gates that apply to an operator."""
-    if op == "kkt":
+    if op in ("kkt", "path"):
         return (NO_GATE, *(gate for gate in gates if gate in GATES))
     return [gate for gate in gates if gate != NO_GATE] if op.endswith(("gdn", "kda")) else (NO_GATE,)
 
@@ -287,6 +292,15 @@ class _Tensors:
         eta = 0.1 * torch.special.ndtr(self.per_token(s.HV, 1))
         drawn = {"v": self.per_token(s.HV, s.K), "w": w, "b": b, "eta": eta}
         return {"q": q, "k": k} | {name: x.to(self.dtype) for name, x in drawn.items()} | self.packing()
+
+    def path(self) -> Arguments:
+        """HV query heads over H heads of keys. The norms of q and k are those of a model without rotary positions."""
+        s = self.shape
+        drawn = {"q": self.per_token(s.HV, s.K), "k": self.per_token(s.H, s.K), "v": self.per_token(s.H, s.V)}
+        found = {name: x.to(self.dtype) for name, x in drawn.items()}
+        found |= {"w": self.unit(self.per_token(s.H, s.K)), "beta": 2 * self.per_token(s.H).sigmoid_()}
+        gate = {} if self.case.gate == NO_GATE else {"g": self.decay(s.HV)}
+        return found | gate | self.packing()
 
     def solve(self) -> Arguments:
         """Triangular matrix of correlated keys: its powers grow quickly, but its inverse is small."""

@@ -304,6 +304,7 @@ PEERS = {
                     Adapter(_fla("ops.ttt", "chunk_ttt_linear"), "staged"),
                     Adapter(_fla("ops.ttt", "fused_chunk_ttt_linear"), "fused"),
                 ),
+                "parallel_path_attn": (Adapter(_fla("ops.path_attn", "parallel_path_attn")),),
                 "fused_recurrent_delta_rule": (Adapter(_fla("ops.delta_rule", "fused_recurrent_delta_rule")),),
                 "fused_recurrent_gated_delta_rule": (
                     Adapter(_fla("ops.gated_delta_rule", "fused_recurrent_gated_delta_rule")),

@@ -21,6 +21,7 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 MARKS = {
     "ttt_linear": "token_step",
+    "path_attention": "bt_proj.weight",
     "kda": "decay_down.weight",
     "gated_delta_net": "decay.weight",
     "delta_net": "beta.weight",

@@ -10,6 +10,7 @@ and helpers. fla's models are in `wyfold.integrations.fla.models`, which needs t
 from __future__ import annotations
 
 from wyfold.integrations.fla.acceleration import Acceleration, Report, accelerate
+from wyfold.integrations.fla.attention import parallel_path_attn
 from wyfold.integrations.fla.checkpoints import FlaCheckpoint, from_fla, to_fla
 from wyfold.integrations.fla.layers import DeltaNet, GatedDeltaNet, KimiDeltaAttention
 from wyfold.integrations.fla.low_rank import (
@@ -91,6 +92,7 @@ __all__ = [
     "fused_recurrent_rwkv7",
     "install",
     "l2norm",
+    "parallel_path_attn",
     "rms_norm_gated",
     "solve_tril",
     "to_fla",

@@ -15,6 +15,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from wyfold.integrations.fla import (
+    attention,
     environment,
     functions,
     indices,
@@ -52,6 +53,7 @@ _RWKV7 = {**_of(low_rank, "chunk_rwkv7"), **_RWKV7_STEPS}
 _GDN2 = _of(low_rank, "chunk_gdn2", "fused_recurrent_gdn2")
 _COMBA = _of(low_rank, "chunk_comba", "fused_recurrent_comba")
 _TTT = _of(rules, "chunk_ttt_linear", "fused_chunk_ttt_linear")
+_PATH = _of(attention, "parallel_path_attn")
 _SOLVE = _of(pieces, "solve_tril")
 _CONV = {
     **_of(modules, "ShortConvolution"),
@@ -99,6 +101,7 @@ MODULES: dict[str, _Names] = {
         **_IPLR,
         **_of(low_rank, "chunk_rwkv7", "fused_recurrent_rwkv7"),
         **_COMBA,
+        **_PATH,
     },
     "fla.ops.comba": _COMBA,
     "fla.ops.comba.chunk": _of(low_rank, "chunk_comba"),
@@ -133,6 +136,8 @@ MODULES: dict[str, _Names] = {
         **_of(naive, "naive_kda_gate", "naive_kda_lowerbound_gate"),
     },
     "fla.ops.kda.naive": _of(naive, "naive_chunk_kda", "naive_recurrent_kda"),
+    "fla.ops.path_attn": _PATH,
+    "fla.ops.path_attn.parallel": _PATH,
     "fla.ops.ttt": _TTT,
     "fla.ops.ttt.chunk": _of(rules, "chunk_ttt_linear"),
     "fla.ops.ttt.fused_chunk": _of(rules, "fused_chunk_ttt_linear"),
