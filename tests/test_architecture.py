@@ -542,8 +542,9 @@ def test_every_module_is_in_the_import_layers():
 # --- in a fresh process ----------------------------------------------------------------------------------------------
 
 PUBLIC = """
-    chunk_delta_rule chunk_gated_delta_rule chunk_gdn chunk_kda chunk_ttt_linear fused_chunk_ttt_linear
-    fused_recurrent_delta_rule fused_recurrent_gated_delta_rule fused_recurrent_gdn fused_recurrent_kda
+    chunk_delta_rule chunk_gated_delta_product chunk_gated_delta_rule chunk_gdn chunk_gla chunk_kda chunk_ttt_linear
+    fused_chunk_ttt_linear fused_recurrent_delta_rule fused_recurrent_gated_delta_product
+    fused_recurrent_gated_delta_rule fused_recurrent_gdn fused_recurrent_gla fused_recurrent_kda
     fused_recurrent_ttt_linear TTTState solve_tril chunk_scaled_dot_kkt l2norm fused_gdn_gate fused_kda_gate
     chunk_dplr_delta_rule chunk_iplr_delta_rule fused_recurrent_dplr_delta_rule fused_recurrent_iplr_delta_rule
     chunk_rwkv7 fused_recurrent_rwkv7 fused_mul_recurrent_rwkv7 chunk_gdn2 fused_recurrent_gdn2 chunk_comba

@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SIZES = {
     "B": (2, 3),
     "T": (7, 11),
+    "TN": (7, 11),
     "N": (2, 3),
     "H": (3, 2),
     "HV": (6, 12),
@@ -258,7 +259,7 @@ def test_a_block_of_a_page_runs(page: str, block: int, needs: str, capsys: pytes
 def test_the_page_has_the_signatures_of_the_reference():
     page = re.sub(r"\s+", " ", (ROOT / "docs" / "check_it_yourself.md").read_text(encoding="utf-8"))
     public = [name for name, value in vars(wyfold.reference).items() if inspect.isfunction(value)]
-    assert len(public) == 19
+    assert len(public) == 21
     for name in public:
         signature = inspect.signature(getattr(wyfold.reference, name))
         bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]

@@ -7,6 +7,7 @@ resolve on the site.
 
 import contextlib
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -101,6 +102,45 @@ def low_rank(figure: Figure) -> None:
             o, _ = wyfold.chunk_iplr_delta_rule(key.expand_as(zero), zero, zero, a, b, scale=1.0, initial_state=state)
             axes.plot(o[0, :, 0, 0], style, label=f"{number} key, rate {rate:g}")
     axes.set(xlabel="tokens that write nothing", ylabel="value read")
+    legend_at_right(axes)
+
+
+def gated_delta_product(figure: Figure) -> None:
+    """A state of two numbers that each token turns by 30 degrees, with two reflections; or reflects, with one."""
+    axes = figure.subplots()
+    T, half = 24, torch.pi / 12
+    first, second = (torch.tensor([math.cos(x), math.sin(x)], dtype=torch.float64) for x in (0.0, half))
+    start = torch.zeros(1, 1, 8, 8, dtype=torch.float64)
+    start[..., 0, 0] = 1
+    query = torch.zeros(1, T, 1, 8, dtype=torch.float64)
+    query[..., 0] = 1
+    for keys, label in (((first, second), "two updates of beta 2"), ((second,), "one update of beta 2")):
+        n = len(keys)
+        k = torch.zeros(1, T * n, 1, 8, dtype=torch.float64)
+        k[0, :, 0, :2] = torch.stack(keys).repeat(T, 1)
+        beta = torch.full((1, T * n, 1), 2.0, dtype=torch.float64)
+        zeros = torch.zeros_like(k)
+        o, _ = wyfold.chunk_gated_delta_product(query, k, zeros, None, beta, n, scale=1.0, initial_state=start)
+        axes.plot(range(1, T + 1), o[0, :, 0, 0], "o-", label=label)
+    axes.set(xlabel="tokens", ylabel="first number of the state")
+    legend_at_right(axes)
+
+
+def gla(figure: Figure) -> None:
+    """The value 1 written under a key, and at token 40 the value 2 under the same key."""
+    axes = figure.subplots()
+    T, again = 100, 40
+    k = unit(1, 1, 1, 8).expand(1, T, 1, 8)
+    writes = torch.zeros(1, T, 1, dtype=torch.float64)
+    writes[:, 0], writes[:, again] = 1, 1
+    v = torch.ones(1, T, 1, 8, dtype=torch.float64)
+    v[:, again] = 2
+    gates = torch.full((1, T, 1), -0.01, dtype=torch.float64)
+    added, _ = wyfold.chunk_gla(k, k * writes[..., None], v, gates, scale=1.0)
+    replaced, _ = wyfold.chunk_gated_delta_rule(k, k, v, gates, writes, scale=1.0)
+    for o, label in ((added, "GLA adds"), (replaced, "the delta rule replaces")):
+        axes.plot(o[0, :, 0, 0], label=label)
+    axes.set(xlabel="tokens", ylabel="value read with the key", ylim=(0, None))
     legend_at_right(axes)
 
 
@@ -208,6 +248,8 @@ PLOTS: tuple[Callable[[Figure], None], ...] = (
     gated_delta_rule,
     kda,
     low_rank,
+    gated_delta_product,
+    gla,
     ttt_linear,
     path_attention,
     conv,

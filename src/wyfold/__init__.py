@@ -1,4 +1,4 @@
-"""Delta-rule sequence mixers for PyTorch: DeltaNet, Gated DeltaNet, Kimi Delta Attention, TTT-Linear.
+"""Recurrent sequence mixers for PyTorch: DeltaNet, Gated DeltaNet, Kimi Delta Attention, DeltaProduct, GLA, TTT-Linear.
 
 Public names and the packages `cp`, `integrations`, `layers`, `models`, `reference` and `serving` are imported on first
 use (PEP 562). `import wyfold` alone does not import torch, so that the command line prints help and errors without
@@ -20,9 +20,11 @@ __all__ = [
     "chunk_comba",
     "chunk_delta_rule",
     "chunk_dplr_delta_rule",
+    "chunk_gated_delta_product",
     "chunk_gated_delta_rule",
     "chunk_gdn",
     "chunk_gdn2",
+    "chunk_gla",
     "chunk_iplr_delta_rule",
     "chunk_kda",
     "chunk_rwkv7",
@@ -39,9 +41,11 @@ __all__ = [
     "fused_recurrent_comba",
     "fused_recurrent_delta_rule",
     "fused_recurrent_dplr_delta_rule",
+    "fused_recurrent_gated_delta_product",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
     "fused_recurrent_gdn2",
+    "fused_recurrent_gla",
     "fused_recurrent_iplr_delta_rule",
     "fused_recurrent_kda",
     "fused_recurrent_rwkv7",
@@ -61,6 +65,7 @@ if TYPE_CHECKING:  # for type checkers, editors and the documentation; `_SOURCES
     from wyfold import cp, integrations, layers, models, reference, serving
     from wyfold.ops.comba import chunk_comba, fused_recurrent_comba
     from wyfold.ops.conv import causal_conv1d
+    from wyfold.ops.delta_product import chunk_gated_delta_product, fused_recurrent_gated_delta_product
     from wyfold.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
     from wyfold.ops.doctor import doctor
     from wyfold.ops.dplr import (
@@ -78,6 +83,7 @@ if TYPE_CHECKING:  # for type checkers, editors and the documentation; `_SOURCES
     )
     from wyfold.ops.gates import fused_beta_sigmoid, fused_gdn_gate, fused_kda_gate
     from wyfold.ops.gdn2 import chunk_gdn2, fused_recurrent_gdn2
+    from wyfold.ops.gla import chunk_gla, fused_recurrent_gla
     from wyfold.ops.kda import chunk_kda, fused_recurrent_kda
     from wyfold.ops.norm import l2norm, rms_norm_gated
     from wyfold.ops.path_attention import PathKeys, parallel_path_attn
@@ -106,9 +112,11 @@ else:  # hidden from type checkers, to which a module with `__getattr__` appears
         "chunk_comba": "wyfold.ops.comba",
         "chunk_delta_rule": "wyfold.ops.delta_rule",
         "chunk_dplr_delta_rule": "wyfold.ops.dplr",
+        "chunk_gated_delta_product": "wyfold.ops.delta_product",
         "chunk_gated_delta_rule": "wyfold.ops.gated_delta_rule",
         "chunk_gdn": "wyfold.ops.gated_delta_rule",
         "chunk_gdn2": "wyfold.ops.gdn2",
+        "chunk_gla": "wyfold.ops.gla",
         "chunk_iplr_delta_rule": "wyfold.ops.dplr",
         "chunk_kda": "wyfold.ops.kda",
         "chunk_rwkv7": "wyfold.ops.rwkv7",
@@ -124,9 +132,11 @@ else:  # hidden from type checkers, to which a module with `__getattr__` appears
         "fused_recurrent_comba": "wyfold.ops.comba",
         "fused_recurrent_delta_rule": "wyfold.ops.delta_rule",
         "fused_recurrent_dplr_delta_rule": "wyfold.ops.dplr",
+        "fused_recurrent_gated_delta_product": "wyfold.ops.delta_product",
         "fused_recurrent_gated_delta_rule": "wyfold.ops.gated_delta_rule",
         "fused_recurrent_gdn": "wyfold.ops.gated_delta_rule",
         "fused_recurrent_gdn2": "wyfold.ops.gdn2",
+        "fused_recurrent_gla": "wyfold.ops.gla",
         "fused_recurrent_iplr_delta_rule": "wyfold.ops.dplr",
         "fused_recurrent_kda": "wyfold.ops.kda",
         "fused_recurrent_rwkv7": "wyfold.ops.rwkv7",

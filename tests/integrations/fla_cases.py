@@ -48,6 +48,38 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+ADDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gdp": ("GatedDeltaProduct", {**_GDN, "expand_v": 1}),
+    "gdp, three updates, no gates, groups": (
+        "GatedDeltaProduct",
+        {
+            **_GDN,
+            "expand_v": 2,
+            "num_v_heads": 4,
+            "num_householder": 3,
+            "use_forget_gate": False,
+            "use_output_gate": False,
+            "allow_neg_eigval": False,
+            "conv_bias": True,
+        },
+    ),
+    "gla": ("GatedLinearAttention", {"hidden_size": WIDTH, "num_heads": 2, "layer_idx": 0}),
+    "gla, shared keys, convolution, clamp": (
+        "GatedLinearAttention",
+        {
+            "hidden_size": WIDTH,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "expand_k": 1.0,
+            "use_short_conv": True,
+            "clamp_min": -0.02,
+            "fuse_norm": False,
+            "layer_idx": 0,
+        },
+    ),
+}
+"""Layers without a record of what fla gave."""
+
 _MODEL = {"hidden_size": WIDTH, "num_hidden_layers": 2, "vocab_size": VOCAB, "num_heads": 2, "intermediate_size": 40}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

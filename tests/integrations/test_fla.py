@@ -346,10 +346,10 @@ def test_the_stand_in_has_flas_modules(no_real_fla: None):
 
 def test_missing_names_are_import_errors(no_real_fla: None):
     with fla.install():
-        with pytest.raises(ImportError, match="chunk_gla"):
-            from fla.ops import chunk_gla  # noqa: F401
-        with pytest.raises(ImportError, match=r"fla\.layers has no gla"):
-            importlib.import_module("fla.layers.gla")
+        with pytest.raises(ImportError, match="chunk_mesa_net"):
+            from fla.ops import chunk_mesa_net  # noqa: F401
+        with pytest.raises(ImportError, match=r"fla\.layers has no mamba2"):
+            importlib.import_module("fla.layers.mamba2")
 
 
 def test_a_real_fla_is_shadowed_by_force_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -39,6 +39,20 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "kda, steep": ("KimiDeltaAttention", {**_GDN, "lower_bound": -20.0}),
 }
 
+ADDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gdp": ("GatedDeltaProduct", {**_GDN, "expand_v": 1}),
+    "gdp, three updates, no forget gate": (
+        "GatedDeltaProduct",
+        {**_GDN, "expand_v": 1.5, "num_v_heads": 4, "num_householder": 3, "use_forget_gate": False},
+    ),
+    "gla": ("GatedLinearAttention", {"hidden_size": WIDTH, "num_heads": 2}),
+    "gla, other decays": (
+        "GatedLinearAttention",
+        {"hidden_size": 48, "num_heads": 2, "expand_k": 1, "expand_v": 2, "gate_low_rank_dim": 8, "norm_eps": 1e-3},
+    ),
+}
+"""Layers that `accelerate` does not run."""
+
 _MODEL = {"hidden_size": WIDTH, "num_hidden_layers": 2, "vocab_size": VOCAB, "num_heads": 2}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "delta": ("DeltaNet", _MODEL),
@@ -73,9 +87,9 @@ def tokens() -> Tensor:
 # --- layers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", LAYERS)
+@pytest.mark.parametrize("case", LAYERS | ADDED)
 def test_layers_have_equal_outputs_and_go_back(case: str):
-    name, arguments = LAYERS[case]
+    name, arguments = (LAYERS | ADDED)[case]
     theirs = getattr(layers, name)(**arguments)
     ours = from_fla(theirs)
     assert type(ours).__name__ == name
@@ -119,10 +133,15 @@ def test_sources_are_copied_and_keep_dtype_and_mode():
         ("GatedDeltaNet", "use_short_conv", False),
         ("GatedDeltaNet", "output_gate_activation", "sigmoid"),
         ("KimiDeltaAttention", "expand_v", 2),
+        ("GatedDeltaProduct", "use_output_gate", False),
+        ("GatedLinearAttention", "use_short_conv", True),
+        ("GatedLinearAttention", "num_kv_heads", 1),
+        ("GatedLinearAttention", "clamp_min", -1.0),
+        ("GatedLinearAttention", "fuse_norm", False),
     ],
 )
 def test_options_that_wyfolds_layers_lack_are_refused(name: str, option: str, value: Any):
-    shared = {"hidden_size": WIDTH, "num_heads": 2} if name == "DeltaNet" else _GDN
+    shared = {"hidden_size": WIDTH, "num_heads": 2} if name in ("DeltaNet", "GatedLinearAttention") else _GDN
     with pytest.raises(UnsupportedError, match=f"{name} has no option {option}="):
         from_fla(getattr(layers, name)(**{**shared, option: value}))
 
@@ -248,8 +267,9 @@ def test_fields_that_the_decoder_lacks_are_refused(folder: Path, field: str, val
 
 
 def test_other_model_types_are_refused(folder: Path):
-    with pytest.raises(ValueError, match="model_type must be among delta_net, gated_deltanet, kda, got 'gla'"):
-        from_fla(changed(folder, model_type="gla"))
+    known = "delta_net, gated_deltanet, gated_deltaproduct, gla, kda"
+    with pytest.raises(ValueError, match=f"model_type must be among {known}, got 'mamba2'"):
+        from_fla(changed(folder, model_type="mamba2"))
 
 
 def test_other_tensors_of_a_model_are_refused(folder: Path):

@@ -187,10 +187,14 @@ def test_transformers_binds_the_stand_in(stand_in: fla.StandIn):
 def test_probing_for_a_missing_name_is_false(stand_in: fla.StandIn):
     """Programs ask with hasattr, getattr and try; none of them must see another kind of error."""
     ops = importlib.import_module("fla.ops")
-    assert not hasattr(ops, "chunk_gla") and getattr(ops, "chunk_gla", 3) == 3
-    with pytest.raises(AttributeError, match=rf"{MISSING}.* fla\.ops has no chunk_gla"):
-        ops.chunk_gla  # noqa: B018
-    for statement in ("import fla.ops.gla", "from fla.ops.gla import chunk_gla", "from fla import nothing"):
+    assert not hasattr(ops, "chunk_mesa_net") and getattr(ops, "chunk_mesa_net", 3) == 3
+    with pytest.raises(AttributeError, match=rf"{MISSING}.* fla\.ops has no chunk_mesa_net"):
+        ops.chunk_mesa_net  # noqa: B018
+    for statement in (
+        "import fla.ops.mesa_net",
+        "from fla.ops.mesa_net import chunk_mesa_net",
+        "from fla import nothing",
+    ):
         with pytest.raises(ModuleNotFoundError, match=MISSING):
             exec(statement, {})
     assert importlib.util.find_spec("fla.ops.kda") is not None

@@ -36,7 +36,7 @@ def agrees(found: Tensor, recorded: list[float]) -> None:
 
 
 def made(name: str) -> nn.Module:
-    class_name, options = cases.LAYERS[name]
+    class_name, options = (cases.LAYERS | cases.ADDED)[name]
     layer: nn.Module = getattr(layers, class_name)(**options)
     return layer
 
@@ -51,7 +51,7 @@ def test_layers_have_flas_parameters_and_outputs(name: str):
     agrees(found["state"], recorded["state"])
 
 
-@pytest.mark.parametrize("name", cases.LAYERS)
+@pytest.mark.parametrize("name", cases.LAYERS | cases.ADDED)
 def test_both_forms_packing_and_gradients_agree(name: str):
     layer = made(name).eval()
     cases.fill(layer)
@@ -69,7 +69,7 @@ def test_both_forms_packing_and_gradients_agree(name: str):
         assert float((packed - apart).abs().max()) < 1e-4 * float(y.abs().max())
 
 
-@pytest.mark.parametrize("name", cases.LAYERS)
+@pytest.mark.parametrize("name", cases.LAYERS | cases.ADDED)
 def test_layers_run_under_autocast(name: str):
     layer = made(name).train()
     cases.fill(layer)

@@ -1,4 +1,4 @@
-"""Accuracy of the three delta rules on kernels: outputs, states and every gradient against the float64 token loop.
+"""Accuracy of the delta rules and GLA on kernels: outputs, states and gradients against the float64 token loop.
 
 Every value of every option occurs, in combinations from a fixed draw; lengths lie around the chunk size. Inputs are
 surrounded by NaN. Where the arithmetic is float32, its targets decide; a 16-bit result is compared with the truth
@@ -23,6 +23,7 @@ from wyfold.reference.shapes import Shape
 from wyfold.reference.targets import target
 
 RULES = ("delta_rule", "gated_delta_rule", "kda")
+WITH_GLA = (*RULES, "gla")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NOT_OF_THE_LOOP = ("chunk_size", "disable_recompute", "cu_seqlens_cpu", "state_dtype")
 
@@ -55,7 +56,9 @@ GATES = {
     "delta_rule": {},
     "gated_delta_rule": {"gate": SCALAR_GATES},
     "kda": {"gate": (*SCALAR_GATES, "model bounded"), "safe": (None, True, -2.5)},
+    "gla": {"gate": ("weak", "any", "alternating", "reset one", "none", "weak, of a head", "any, of a head")},
 }
+NOT_OF_GLA = ("beta", "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
 CASES = 18
 
 
@@ -69,7 +72,7 @@ def mixed(choices: dict[str, tuple], seed: int, cases: int = CASES) -> list[dict
     return [{name: column[i] for name, column in columns.items()} for i in range(cases)]
 
 
-MIXED = [(rule, i, case) for rule in RULES for i, case in enumerate(mixed(OPTIONS | GATES[rule], RULES.index(rule)))]
+MIXED = [(rule, i, case) for n, rule in enumerate(WITH_GLA) for i, case in enumerate(mixed(OPTIONS | GATES[rule], n))]
 
 
 def arguments_of(rule: str, case: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -93,7 +96,7 @@ def arguments_of(rule: str, case: dict[str, Any], seed: int) -> dict[str, Any]:
     a |= {"output_final_state": case["final"] or case["loss"] == "state", "state_dtype": case["state dtype"]}
     a |= {"disable_recompute": case["keep"], "allow_neg_eigval": case["beta"] == "logits doubled"}
     if case["beta"] == "none":
-        del a["beta"]
+        a.pop("beta", None)
     if gate == "none":
         a.pop("g", None)
     elif case["gate dtype"]:
@@ -113,6 +116,10 @@ def arguments_of(rule: str, case: dict[str, Any], seed: int) -> dict[str, Any]:
         a |= {"return_intermediate_states": True, "checkpoint_every": case["checkpoints"] * case["chunk"]}
     if packed:
         a["cu_seqlens"] = SequenceLayout.from_lengths(lengths, tokens=T).cu_seqlens
+    if rule == "gla":
+        if gate.endswith("of a head"):
+            a["g"] = a["g"][..., 0].contiguous()
+        a = {name: x for name, x in a.items() if name not in NOT_OF_GLA}
     return a
 
 
@@ -181,7 +188,7 @@ def verdicts(
         return [_of_float32(name, got[name].cpu(), x, family) for name, x in truth.items()]
     away = [loop(lambda x, i, seed=seed: half_ulp_away(x.to(dtype), 100 * seed + i)) for seed in range(1, 4)]
     if form == "chunk":
-        away.append(_rounded_like_kernels(a, fed, results))
+        away.append(_rounded_like_kernels(a | {"erases": rule != "gla"}, fed, results))
     return [
         _of_16_bits(name, got[name].cpu(), x, [other[name] for other in away if name in other])
         for name, x in truth.items()
@@ -221,7 +228,7 @@ def moved(x: Any, device: torch.device) -> Any:
 
 
 def test_every_value_occurs(device):
-    for rule in RULES:
+    for rule in WITH_GLA:
         for name, values in (OPTIONS | GATES[rule]).items():
             met = [repr(case[name]) for of, _, case in MIXED if of == rule]
             assert set(met) == set(map(repr, values)), (rule, name)

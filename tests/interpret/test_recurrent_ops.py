@@ -1,4 +1,4 @@
-"""Accuracy of the three delta rules token by token on kernels, against the float64 token loop.
+"""Accuracy of the delta rules and GLA token by token on kernels, against the float64 token loop.
 
 As in `test_delta_ops`, every value of every option occurs. Blocks of the backward have four tokens here, in runs of two
 blocks, so that a few tokens fill several of both.
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.interpret.test_delta_ops import GATES, OPTIONS, RULES, arguments_of, mixed, verdicts
+from tests.interpret.test_delta_ops import GATES, OPTIONS, WITH_GLA, arguments_of, mixed, verdicts
 
 from wyfold.kernels import table
 from wyfold.reference import inputs
@@ -24,8 +24,8 @@ CHANGED = {
 }
 MIXED = [
     (rule, i, case)
-    for rule in RULES
-    for i, case in enumerate(mixed(OPTIONS | CHANGED | GATES[rule], RULES.index(rule), CASES))
+    for n, rule in enumerate(WITH_GLA)
+    for i, case in enumerate(mixed(OPTIONS | CHANGED | GATES[rule], n, CASES))
 ]
 
 
@@ -56,7 +56,7 @@ def test_as_wide_as_a_model(device, guarded, results):
 
 
 def test_every_value_occurs(device):
-    for rule in RULES:
+    for rule in WITH_GLA:
         for name, values in (OPTIONS | CHANGED | GATES[rule]).items():
             met = [repr(case[name]) for of, _, case in MIXED if of == rule]
             assert set(met) == set(map(repr, values)), (rule, name)

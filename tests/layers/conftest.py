@@ -9,7 +9,16 @@ import torch
 from torch import nn
 
 from wyfold import SequenceLayout, reference
-from wyfold.layers import DeltaNet, GatedDeltaNet, KimiDeltaAttention, PaTHAttention, SoftmaxAttention, TTTLinear
+from wyfold.layers import (
+    DeltaNet,
+    GatedDeltaNet,
+    GatedDeltaProduct,
+    GatedLinearAttention,
+    KimiDeltaAttention,
+    PaTHAttention,
+    SoftmaxAttention,
+    TTTLinear,
+)
 
 WIDTH = 24  # hidden_size of them all
 
@@ -19,6 +28,8 @@ MIXERS: dict[str, Callable[[], nn.Module]] = {
     "gated_delta_net": lambda: GatedDeltaNet(WIDTH, 2, 4, 16, 8),
     "kda": lambda: KimiDeltaAttention(WIDTH, 2, 4, 16, 8, conv_size=3),
     "kda_bounded": lambda: KimiDeltaAttention(WIDTH, 2, 2, 8, 16, lower_bound=-5.0),
+    "gated_delta_product": lambda: GatedDeltaProduct(WIDTH, 2, 4, 16, 8),
+    "gla": lambda: GatedLinearAttention(WIDTH, 2, 4, 16, 8, decay_rank=4),
     "ttt_linear": lambda: TTTLinear(WIDTH, 2, 4, 16),
     "path": lambda: PaTHAttention(WIDTH, 4, 2, 8, use_forget_gate=True),
     "attention": lambda: SoftmaxAttention(WIDTH, 4, 2, 8),

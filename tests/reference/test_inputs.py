@@ -29,7 +29,7 @@ def test_same_seed_same_numbers_in_every_dtype(family, rule):
         assert torch.equal(x.to(half[n].dtype), half[n]), n
     assert not torch.equal(wide["v"], other["v"])
     assert half["q"].dtype == torch.bfloat16 and half["initial_state"].dtype == torch.float32
-    assert {"q", "k", "v"} <= wide.keys() and ("g" in wide) == (rule in ("gated_delta_rule", "kda"))
+    assert {"q", "k", "v"} <= wide.keys() and ("g" in wide) == (rule in ("gated_delta_rule", "kda", "gla"))
 
 
 def keys(name: str) -> Tensor:

@@ -6,11 +6,14 @@ OPS = {
     "delta_rule": "chunk_delta_rule",
     "gdn": "chunk_gated_delta_rule",
     "kda": "chunk_kda",
+    "gdp": "chunk_gated_delta_product",
+    "gla": "chunk_gla",
     "ttt": "chunk_ttt_linear",
     "path": "parallel_path_attn",
     "recurrent_delta_rule": "fused_recurrent_delta_rule",
     "recurrent_gdn": "fused_recurrent_gated_delta_rule",
     "recurrent_kda": "fused_recurrent_kda",
+    "recurrent_gla": "fused_recurrent_gla",
     "recurrent_ttt": "fused_recurrent_ttt_linear",
     "decode_delta_rule": "fused_recurrent_delta_rule",
     "decode_gdn": "fused_recurrent_gated_delta_rule",
@@ -44,6 +47,8 @@ BURST = 3
 """Calls that `bench` queues in one burst on a GPU."""
 
 DELTA_RULES = ("delta_rule", "gdn", "kda")
+RECURRENCES = (*DELTA_RULES, "gdp", "gla", "ttt")
+"""Operators whose accuracy has absolute targets."""
 CHUNKED = ("solve", "kkt")
 """Operators that `--chunk` applies to."""
 

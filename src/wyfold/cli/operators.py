@@ -98,6 +98,20 @@ def _delta(rule: str, *, gate: str | None = None, beta: str | None = None) -> Ar
     return arguments
 
 
+def _gla(shape: Shape, dtype: torch.dtype, seed: int) -> Arguments:
+    drawn = inputs.draw("random", "gla", shape, state="normal", dtype=dtype, seed=seed)
+    return {**drawn, "output_final_state": True}
+
+
+def _product(shape: Shape, dtype: torch.dtype, seed: int) -> Arguments:
+    """Two updates of a token: k, v and beta of 2 T tokens, q and g of T of them."""
+    longer = replace(shape, T=2 * shape.T)
+    drawn = inputs.draw("random", "gated_delta_rule", longer, state="normal", dtype=dtype, seed=seed)
+    for name in ("q", "g"):
+        drawn[name] = drawn[name][:, : shape.T].contiguous()
+    return {**drawn, "num_householder": 2, "output_final_state": True}
+
+
 def _ttt(shape: Shape, dtype: torch.dtype, seed: int, *, states: bool) -> Arguments:
     square = replace(shape, V=shape.K)
     drawn = inputs.draw("random", "ttt_linear", square, state="normal" if states else "none", dtype=dtype, seed=seed)
@@ -186,10 +200,14 @@ _SPECS = (
     _spec("chunk_kda", _delta("kda"), _OUT),
     _spec("chunk_kda, gate inside", _delta("kda", **_INSIDE), _OUT),
     _spec("chunk_kda, bounded gate", _delta("kda", gate="model bounded"), _OUT),
+    _spec("chunk_gated_delta_product", _product, _OUT),
+    _spec("chunk_gla", _gla, _OUT),
     _spec("chunk_ttt_linear", partial(_ttt, states=True), _TTT_OUT, family="ttt"),
     _spec("fused_recurrent_delta_rule", _delta("delta_rule"), _OUT),
     _spec("fused_recurrent_gated_delta_rule", _delta("gated_delta_rule", gate="model"), _OUT),
     _spec("fused_recurrent_kda", _delta("kda", gate="model"), _OUT),
+    _spec("fused_recurrent_gated_delta_product", _product, _OUT),
+    _spec("fused_recurrent_gla", _gla, _OUT),
     _spec("fused_recurrent_ttt_linear", partial(_ttt, states=False), ("o",), family="ttt", kernels=False),
     _spec("chunk_dplr_delta_rule", _delta("dplr_delta_rule", gate="weak"), _OUT, kernels=False),
     _spec("chunk_iplr_delta_rule", _delta("iplr_delta_rule"), _OUT, kernels=False),

@@ -120,6 +120,10 @@ def parallelize(model: Decoder, mesh: Any) -> None:
     for name, block in zip(config.layers, blocks, strict=True):
         if not isinstance(block.mixer, DeltaMixer | SoftmaxAttention):
             raise ValueError(f"parallelize: layers must be of the delta family or attention, got {name}")
+        if getattr(block.mixer, "updates", 1) > 1:  # whose rows of k, v and beta are stacks of heads
+            raise ValueError(
+                f"parallelize: layers must have one update of a token, got {block.mixer.updates} in {name}"
+            )
         for what, count in _counts(block).items():
             if count % ranks:
                 raise ValueError(f"parallelize: {what} must be a multiple of the {ranks} ranks, got {count} in {name}")

@@ -7,9 +7,10 @@
 
 The formulas count an operator's definition, not its implementation. A token of a delta rule reads the state twice and
 writes it once: 3 products of K x V with 2 operations per element; the gradient needs two such products for each. DPLR,
-IPLR and RWKV-7 write along two columns: 4 products. The chunk form does more operations in less time, and the backward
-recomputes; neither is counted. Counts therefore depend on shapes alone, and model FLOPs utilisation (MFU) is comparable
-between implementations. Norms and gates count zero, as elsewhere in PyTorch's counter.
+IPLR and RWKV-7 write along two columns: 4 products. GLA, which erases nothing, reads once: 2 products. The chunk form
+does more operations in less time, and the backward recomputes; neither is counted. Counts therefore depend on shapes
+alone, and model FLOPs utilisation (MFU) is comparable between implementations. Norms and gates count zero, as elsewhere
+in PyTorch's counter.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ Shape = Sequence[int]
 
 
 def delta(q: Shape, k: Shape, v: Shape, *rest: Any, **_: Any) -> int:
-    """FLOPs of a delta rule: 6 K V for each token of each value head; 8 K V for a rule with an erasing column b."""
+    """FLOPs of a delta rule: 6 K V for each token of each value head; 8 K V for a rule with an erasing column b; 4 K V
+    of GLA, by the last argument, `DeltaOptions.erases`."""
     a, b = rest[DeltaTensors._fields.index("a") - 3 :][:2]
-    return (6 if a is None or b is None else 8) * math.prod(v) * k[-1]
+    products = 2 if rest[-1] is False else 3 if a is None or b is None else 4
+    return 2 * products * math.prod(v) * k[-1]
 
 
 def ttt(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:

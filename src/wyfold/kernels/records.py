@@ -21,6 +21,7 @@ class Inputs(NamedTuple):
         beta: [n, C, 1] write strength.
         g: [n, C, 1 or K] floored log gate per token; None without a gate.
         rq, rk: [n, C, 1] reciprocal norms of q and k; None without the l2 norm.
+        erases: `DeltaOptions.erases`.
     """
 
     q: Tensor
@@ -30,6 +31,12 @@ class Inputs(NamedTuple):
     g: Tensor | None
     rq: Tensor | None
     rk: Tensor | None
+    erases: bool = True
+
+    @property
+    def erasing(self) -> Tensor:
+        """[n, C, K] keys whose reading of the state a write erases: k, or zeros if writes erase nothing."""
+        return self.k if self.erases else self.k.new_zeros(()).expand_as(self.k)
 
 
 class ChunkFactors(NamedTuple):
@@ -127,7 +134,7 @@ class Prepared(NamedTuple):
         rows: [t, 4, C] float32 numbers per token: decay from the chunk's start times 1/|k|, the same with 1/|q|, decay
             to the chunk's end times 1/|k|, and beta. The norms are included only where `prepare` computes them. With a
             channel gate the decays are in the tiles, and ones here. For an unfolded forward the third is also times
-            beta.
+            beta. If writes erase nothing, the first is zero.
         total: [t, 1 or K] float32 decay of the state over the chunk.
         q, k: [t, C, K] rows decayed from the chunk's start under a channel gate; None otherwise: the scans then read
             the tokens themselves.

@@ -342,6 +342,7 @@ def _rounded_chunks(trial: Trial, drawn: list[Tensor | None], fed: Mapping[str, 
     given = o["activation"] == "given"
     output, final = cast(Any, chunked)(
         *[leaves.get(name) for name in ("q", "k", "v", "g", "beta")],
+        erases=o["erases"],
         chunk_size=o["chunk_size"],
         scale=o["scale"],
         initial_state=state,

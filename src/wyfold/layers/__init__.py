@@ -5,6 +5,8 @@ from wyfold.layers.cache import DecodingCache, DecodingPools, LayerCache, LayerP
 from wyfold.layers.conv import ShortConvolution
 from wyfold.layers.delta_net import DeltaNet
 from wyfold.layers.gated_delta_net import DecayParameters, GatedDeltaNet
+from wyfold.layers.gated_delta_product import GatedDeltaProduct
+from wyfold.layers.gla import GatedLinearAttention
 from wyfold.layers.kda import KimiDeltaAttention
 from wyfold.layers.norm import GatedRMSNorm
 from wyfold.layers.path_attention import PaTHAttention
@@ -16,6 +18,8 @@ __all__ = [
     "DecodingPools",
     "DeltaNet",
     "GatedDeltaNet",
+    "GatedDeltaProduct",
+    "GatedLinearAttention",
     "GatedRMSNorm",
     "KimiDeltaAttention",
     "LayerCache",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,12 +39,14 @@ class DeltaMixer(nn.Module):
         allow_neg_eigval: beta in [0, 2] instead of [0, 1], so that a step can flip the sign of a state's component
             (arXiv:2411.12537).
         backend: Backend of every operator in the layer. None: the best available one, which on CUDA is never "eager".
+        updates: Keys, values and write strengths of a token.
 
     Raises:
         ValueError: A size is not supported by the operator.
     """
 
     operators: tuple[Any, Any]  # chunk form, recurrent form
+    over_ranks = True  # whether the chunk form takes a `cp_context`
 
     def __init__(
         self,
@@ -55,6 +58,7 @@ class DeltaMixer(nn.Module):
         conv_size: int,
         allow_neg_eigval: bool,
         backend: str | None,
+        updates: int = 1,
     ):
         super().__init__()
         name = type(self).__name__
@@ -66,17 +70,23 @@ class DeltaMixer(nn.Module):
         check.width(name, "V", "head_v_dim", check.integer(name, "head_v_dim", self.head_v_dim, least=1))
         check.flag(name, allow_neg_eigval=allow_neg_eigval)
         check.choice(name, "backend", backend, (None, *table.BACKENDS))
-        self.allow_neg_eigval, self.backend = allow_neg_eigval, backend
+        self.allow_neg_eigval, self.backend, self.updates = allow_neg_eigval, backend, updates
         self.key_size = self.num_heads * self.head_dim
         self.value_size = self.num_v_heads * self.head_v_dim
-        self.qkv = nn.Linear(hidden_size, 2 * self.key_size + self.value_size, bias=False)
-        self.conv = ShortConvolution(2 * self.key_size + self.value_size, conv_size, backend=backend)
-        self.beta = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.channels = [self.key_size, updates * self.key_size, updates * self.value_size]  # of q, k and v
+        self.qkv = nn.Linear(hidden_size, sum(self.channels), bias=False)
+        self.conv = ShortConvolution(sum(self.channels), conv_size, backend=backend)
+        self.beta = nn.Linear(hidden_size, updates * self.num_v_heads, bias=False)
         self.out = nn.Linear(self.value_size, hidden_size, bias=False)
 
     def gate_arguments(self, x: Tensor) -> dict[str, Any]:
         """Keyword arguments of the operator that define the gate for x."""
         return {}
+
+    def _serve(self, rule: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
+        """Call `prefill` or `decode`; returns [B, T, HV, V]."""
+        o: Tensor = rule(q, k, v, **arguments)
+        return o
 
     def read_out(self, o: Tensor, x: Tensor) -> Tensor:
         """Normalise (and gate) the rule's output.
@@ -113,9 +123,8 @@ class DeltaMixer(nn.Module):
             )
         device, dtype = weight.device if device is None else device, weight.dtype if dtype is None else dtype
         wide = torch.promote_types(dtype, torch.float32)
-        channels, kept = 2 * self.key_size + self.value_size, self.conv.conv_size - 1
         return LayerPool(
-            torch.zeros(slots, channels, kept, device=device, dtype=dtype),
+            torch.zeros(slots, sum(self.channels), self.conv.conv_size - 1, device=device, dtype=dtype),
             torch.zeros(slots, self.num_v_heads, self.head_v_dim, self.head_dim, device=device, dtype=wide),
         )
 
@@ -145,6 +154,8 @@ class DeltaMixer(nn.Module):
             TypeError: x has another dtype than the parameters outside autocast, or cache has the wrong type.
             ValueError: x, layout and cache do not fit together.
         """
+        if cp_context is not None and not self.over_ranks:
+            raise ValueError(f"{type(self).__name__}: cp_context must be None, got one; use other layers over ranks")
         if isinstance(cache, LayerPool):
             if cp_context is not None:
                 pool: Any = cache  # refused like any cache, on all ranks
@@ -152,16 +163,16 @@ class DeltaMixer(nn.Module):
             return self._served(x, layout, cache)
         sequences(type(self).__name__, x, self.hidden_size, self.qkv, layout, cache, ("conv", "state"), cp_context)
         qkv = self.conv(self.qkv(x), layout=layout, cache=cache, cp_context=cp_context)
-        q, k, v = qkv.split([self.key_size, self.key_size, self.value_size], dim=-1)
+        q, k, v = self._heads(qkv)
         state = None if cache is None else cache.get("state")
         chunk, recurrent = self.operators
         rule = chunk if cache is None or x.shape[1] > RECURRENT_TOKENS else recurrent
         across = {} if cp_context is None else {"cp_context": cp_context}  # recurrent forms have no such argument
         o, state = rule(
-            q.unflatten(-1, (self.num_heads, self.head_dim)),
-            k.unflatten(-1, (self.num_heads, self.head_dim)),
-            v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
-            beta=self.beta(x),
+            q,
+            k,
+            v,
+            beta=self._rows(self.beta(x), self.num_v_heads),
             **self.gate_arguments(x),
             initial_state=state,
             output_final_state=cache is not None,
@@ -177,6 +188,17 @@ class DeltaMixer(nn.Module):
             cache["state"] = state
         return self.out(self.read_out(o, x).flatten(2))
 
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, T, H, K], and k [B, T n, H, K] and v [B, T n, HV, V] of n updates, from [B, T, channels]."""
+        q, k, v = qkv.split(self.channels, dim=-1)
+        keys = self._rows(k, self.num_heads, self.head_dim)
+        values = self._rows(v, self.num_v_heads, self.head_v_dim)
+        return q.unflatten(-1, (self.num_heads, self.head_dim)), keys, values
+
+    def _rows(self, x: Tensor, *sizes: int) -> Tensor:
+        """[B, T, n heads ..] -> [B, T n, heads, ..]: one row for each of a token's n updates."""
+        return x.unflatten(-1, (self.updates, *sizes)).flatten(1, 2)
+
     def _served(self, x: Tensor, layout: SequenceLayout | None, pool: LayerPool) -> Tensor:
         """`forward` with states in pool slots."""
         sequences(type(self).__name__, x, self.hidden_size, self.qkv, layout, None, ())
@@ -184,12 +206,13 @@ class DeltaMixer(nn.Module):
         packed: dict[str, Any] = {} if layout is None and x.shape[1] == 1 else {"cu_seqlens": layout}
         rule = prefill if packed else decode
         qkv = self.conv(self.qkv(x), layout=layout, cache=pool)
-        q, k, v = qkv.split([self.key_size, self.key_size, self.value_size], dim=-1)
-        o = rule(
-            q.unflatten(-1, (self.num_heads, self.head_dim)),
-            k.unflatten(-1, (self.num_heads, self.head_dim)),
-            v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
-            beta=self.beta(x),
+        q, k, v = self._heads(qkv)
+        o = self._serve(
+            rule,
+            q,
+            k,
+            v,
+            beta=self._rows(self.beta(x), self.num_v_heads),
             **{"g": None} | self.gate_arguments(x),
             pool=pool.state,
             state_v_first=True,

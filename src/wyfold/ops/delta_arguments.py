@@ -91,7 +91,11 @@ class ChunkFlags(NamedTuple):
 
 
 class Flags(NamedTuple):
-    """Non-tensor arguments of both forms, named as in `chunk_gated_delta_rule`."""
+    """Non-tensor arguments of both forms, named as in `chunk_gated_delta_rule`.
+
+    Attributes:
+        erases: As in `DeltaOptions`; no argument, but a property of the operator.
+    """
 
     scale: float | None = None
     output_final_state: bool = False
@@ -104,3 +108,4 @@ class Flags(NamedTuple):
     checkpoint_every: int | None = None
     batch_invariant: bool = False
     backend: str | None = None
+    erases: bool = True

@@ -57,6 +57,7 @@ def make_plan(call: DeltaCall) -> DeltaOptions:
         segments=cut.most,
         unit=gradient_unit(checked.scale, checked.q.dtype),
         rule=call.rule,
+        erases=flags.erases,
     )
     return options._replace(backend=_plan(call, checked, options, cut, given).backend)
 

@@ -20,6 +20,7 @@ from wyfold.kernels import table
 from wyfold.kernels.self_check import remembered_here
 from wyfold.ops.comba import chunk_comba, fused_recurrent_comba
 from wyfold.ops.conv import causal_conv1d
+from wyfold.ops.delta_product import chunk_gated_delta_product, fused_recurrent_gated_delta_product
 from wyfold.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
 from wyfold.ops.dplr import (
     chunk_dplr_delta_rule,
@@ -31,6 +32,7 @@ from wyfold.ops.explain import explain
 from wyfold.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from wyfold.ops.gates import fused_beta_sigmoid, fused_gdn_gate, fused_kda_gate
 from wyfold.ops.gdn2 import chunk_gdn2, fused_recurrent_gdn2
+from wyfold.ops.gla import chunk_gla, fused_recurrent_gla
 from wyfold.ops.kda import chunk_kda, fused_recurrent_kda
 from wyfold.ops.norm import l2norm, rms_norm_gated
 from wyfold.ops.path_attention import parallel_path_attn
@@ -342,6 +344,8 @@ def _calls(device: str) -> dict[Callable[..., Any], tuple[Any, ...]]:
     return {
         chunk_delta_rule: (q, q, q, g),
         chunk_gated_delta_rule: (q, q, q, g, g),
+        chunk_gated_delta_product: (q, q, q, g, g),
+        chunk_gla: (q, q, q, q),
         chunk_kda: (q, q, q, q, g),
         chunk_dplr_delta_rule: (q, q, q, q, q, q),
         chunk_iplr_delta_rule: (q, q, q, q, q),
@@ -351,6 +355,8 @@ def _calls(device: str) -> dict[Callable[..., Any], tuple[Any, ...]]:
         chunk_ttt_linear: (q, q, q, rows, rows, g),
         fused_recurrent_delta_rule: (q, q, q, g),
         fused_recurrent_gated_delta_rule: (q, q, q, g, g),
+        fused_recurrent_gated_delta_product: (q, q, q, g, g),
+        fused_recurrent_gla: (q, q, q, q),
         fused_recurrent_kda: (q, q, q, q, g),
         fused_recurrent_dplr_delta_rule: (q, q, q, q, q, q),
         fused_recurrent_iplr_delta_rule: (q, q, q, q, q),

@@ -11,9 +11,11 @@ from wyfold.reference.conv import causal_conv1d as causal_conv1d
 from wyfold.reference.delta import delta_rule as delta_rule
 from wyfold.reference.delta import gated_delta_rule as gated_delta_rule
 from wyfold.reference.delta import kda as kda
+from wyfold.reference.delta_product import gated_delta_product as gated_delta_product
 from wyfold.reference.gates import beta_sigmoid as beta_sigmoid
 from wyfold.reference.gates import gdn_gate as gdn_gate
 from wyfold.reference.gates import kda_gate as kda_gate
+from wyfold.reference.gla import gla as gla
 from wyfold.reference.low_rank import comba as comba
 from wyfold.reference.low_rank import dplr_delta_rule as dplr_delta_rule
 from wyfold.reference.low_rank import gdn2 as gdn2

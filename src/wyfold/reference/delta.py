@@ -1,10 +1,10 @@
-"""DeltaNet, Gated DeltaNet and Kimi Delta Attention, token by token: the definition other implementations must match.
+"""The delta rules and GLA, token by token: the definition other implementations must match.
 
-One loop computes all three. For each token and value head:
+One loop computes all of them. For each token and value head:
 
     S <- exp(g_t) S                          decay      (no g: DeltaNet; per head: GDN; per key channel: KDA)
-    e  = v_t - S^T k_t                       error of the state's value for this key
-    S <- S + beta_t k_t e^T                  correction
+    e  = v_t - S^T k_t                       error of the state's value for this key      (GLA: e = v_t)
+    S <- S + beta_t k_t e^T                  correction; DeltaProduct repeats both lines for each of its keys
     o_t = scale S^T q_t                      readout
 
 Plain PyTorch without in-place operations, so autograd computes the reference gradients; runs in float64.
@@ -47,7 +47,7 @@ def delta_rule(
     Source:
         DeltaNet, arXiv:2406.06484, section 2.2.
     """
-    return _recurrence(
+    return recurrence(
         q, k, v, None, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
         qk_l2norm=use_qk_l2norm_in_kernel, beta_logits=use_beta_sigmoid_in_kernel, neg_eigval=allow_neg_eigval,
         v_first=state_v_first, state_dtype=state_dtype, cu_seqlens=cu_seqlens,
@@ -84,7 +84,7 @@ def gated_delta_rule(
     """
     if use_gate_in_kernel and g is not None:
         g = gdn_gate(_owned(g, cu_seqlens), A_log, dt_bias)
-    return _recurrence(
+    return recurrence(
         q, k, v, g, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
         qk_l2norm=use_qk_l2norm_in_kernel, beta_logits=use_beta_sigmoid_in_kernel, neg_eigval=allow_neg_eigval,
         v_first=state_v_first, state_dtype=state_dtype, cu_seqlens=cu_seqlens,
@@ -157,7 +157,7 @@ def kda(
             g = kda_gate(_owned(g, cu_seqlens), A_log, dt_bias, lower_bound)
         if safe_gate:
             g = raise_to(g, SAFE_BOUND if lower_bound is None else lower_bound)
-    return _recurrence(
+    return recurrence(
         q, k, v, g, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
         qk_l2norm=use_qk_l2norm_in_kernel, beta_logits=use_beta_sigmoid_in_kernel, neg_eigval=allow_neg_eigval,
         v_first=state_v_first, state_dtype=state_dtype, cu_seqlens=cu_seqlens,
@@ -165,7 +165,7 @@ def kda(
     )  # fmt: skip
 
 
-def _recurrence(
+def recurrence(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -183,26 +183,35 @@ def _recurrence(
     cu_seqlens: Tensor | None,
     intermediate: bool,
     every: int | None,
+    erases: bool = True,
+    updates: int = 1,
+    gv: Tensor | None = None,
 ) -> Result:
-    """The three rules, selected by g: None, [B, T, HV] or [B, T, HV, K]."""
-    batch, tokens, value_heads, V = v.shape
-    K = q.shape[-1]
+    """All rules of this file. g is None, [B, T, HV] or [B, T, HV, K].
+
+    Args:
+        erases: A write first erases what its key reads (the delta rule). False: GLA.
+        updates: Keys of a token; k, v and beta have `updates` rows for each row of q and g.
+        gv: [B, T, HV, V] log decay per value channel, or None.
+    """
+    (batch, tokens, _, K), (value_heads, V) = q.shape, v.shape[2:]
     dtype = v.dtype
-    work = working_dtype(q, k, v, g, beta, initial_state)
+    work = working_dtype(q, k, v, g, beta, initial_state, gv)
     pieces = spans(cu_seqlens, batch, tokens)
     used = used_rows(pieces)
     every = CHECKPOINT_EVERY if every is None else every
     scale = K**-0.5 if scale is None else scale
 
     # Only rows that belong to a sequence are touched from here on.
-    q, k, v = (x[:, :used].to(work) for x in (q, k, v))
+    q, k, v = q[:, :used].to(work), k[:, : used * updates].to(work), v[:, : used * updates].to(work)
     if qk_l2norm:
         q, k = l2norm(q), l2norm(k)
     q, k = share_heads(q, value_heads), share_heads(k, value_heads)
     decay = None if g is None else floored(g[:, :used].to(work)).exp()
     if decay is not None and decay.ndim == 3:
         decay = decay.unsqueeze(-1)  # the same for all channels
-    strength = v.new_ones(batch, used, value_heads) if beta is None else beta[:, :used].to(work)
+    value_decay = None if gv is None else floored(gv[:, :used].to(work)).exp().unsqueeze(-2)
+    strength = v.new_ones(v.shape[:3]) if beta is None else beta[:, : used * updates].to(work)
     if beta_logits:
         strength = beta_sigmoid(strength, 2.0 if neg_eigval else 1.0)
     if initial_state is None:
@@ -216,8 +225,11 @@ def _recurrence(
         for t in range(rows.start, rows.stop):
             if decay is not None:
                 S = decay[:, t, :, :, None] * S
-            e = v[:, t] - torch.einsum("nhkv,nhk->nhv", S, k[:, t])
-            S = S + torch.einsum("nh,nhk,nhv->nhkv", strength[:, t], k[:, t], e)
+            if value_decay is not None:
+                S = S * value_decay[:, t]
+            for j in range(t * updates, (t + 1) * updates):
+                e = v[:, j] - torch.einsum("nhkv,nhk->nhv", S, k[:, j]) if erases else v[:, j]
+                S = S + torch.einsum("nh,nhk,nhv->nhkv", strength[:, j], k[:, j], e)
             outputs.append(scale * torch.einsum("nhkv,nhk->nhv", S, q[:, t]).unsqueeze(1))
             if intermediate and (t + 1 - rows.start) % every == 0:
                 kept.append(S.detach())

@@ -19,7 +19,7 @@ Draw = torch.Generator
 Arguments = dict[str, Any]
 
 # Rules, named after the token loops in this package.
-RULES = ("delta_rule", "gated_delta_rule", "kda", "ttt_linear")
+RULES = ("delta_rule", "gated_delta_rule", "kda", "gla", "ttt_linear")
 # Of these, the transition is diagonal plus low rank.
 LOW_RANK = ("dplr_delta_rule", "iplr_delta_rule", "rwkv7", "mul_rwkv7", "gdn2", "comba")
 CHUNK = 64  # grid of the "reset first" and "reset last" gates; 16 and 32 divide it

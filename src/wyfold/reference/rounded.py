@@ -41,6 +41,7 @@ def chunked(
     beta: Tensor | None = None,
     *,
     folded: bool | None = None,
+    erases: bool = True,
     chunk_size: int = 64,
     scale: float | None = None,
     initial_state: Tensor | None = None,
@@ -59,6 +60,7 @@ def chunked(
 
     Args:
         folded: The scans read E instead of W. None: as the kernels, E for a channel gate, else W.
+        erases: Writes erase what their keys read. False: GLA.
         chunk_size: Tokens of a chunk, a power of two.
     """
     batch, tokens, value_heads, V = v.shape
@@ -84,7 +86,7 @@ def chunked(
         S0 = initial_state.to(work)
 
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    form = Form(v.dtype, channel, channel if folded is None else folded, scale)
+    form = Form(v.dtype, channel, channel if folded is None else folded, scale, erases)
     rows, keys = share_heads(rows, value_heads), share_heads(keys, value_heads)
     given = [rows, keys, values, log if channel else log[..., None], strength[..., None]]
     outputs, final = [values[:, :0]], [S0[:0]]
@@ -113,12 +115,14 @@ class Form:
         channel: The gate is per key channel.
         folded: The scans read E instead of W.
         scale: Factor of q.
+        erases: Writes erase what their keys read.
     """
 
     dtype: torch.dtype
     channel: bool
     folded: bool
     scale: float
+    erases: bool
 
     def fed(self, x: Tensor) -> Tensor:
         """Round x as an operand of a matrix product. Float16 uses TF32: the same mantissa without overflow."""
@@ -236,6 +240,7 @@ class Gradients(NamedTuple):
 
 def prepare(form: Form, q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> Factors:
     J, P = _grams(form, q, k, g)
+    J = J * form.erases
     unit = torch.eye(J.shape[-1], dtype=J.dtype, device=J.device).expand_as(J)
     A = torch.linalg.solve_triangular(unit + beta * J, unit, upper=False, unitriangular=True)
     W = torch.linalg.solve_triangular(unit + J * divisor(beta).mT, unit, upper=False, unitriangular=True)
@@ -245,6 +250,7 @@ def prepare(form: Form, q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> Factor
     if form.channel:
         q, k, k_end = form.of_rows(q * from_start), form.of_rows(k * from_start), form.of_rows(k * to_end)
         read = write = torch.ones_like(beta)
+    k = k * form.erases
     total = g.sum(-2, keepdim=True).exp().mT
     tiles = E, F, W, F * beta.mT
     return Factors(q, k, k_end, read, write, total, *(form.fed(form.stored(x)) for x in tiles))
@@ -304,9 +310,10 @@ def scan_bwd(
 def gradients(form: Form, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, do: Tensor, borders: Borders) -> Gradients:
     S, dS, e, X = borders
     S_, dS_, e_, X_ = (form.fed(x) for x in borders)
-    dJ, dP = -beta * beta.mT * (X_ @ e_.mT), beta.mT * (do @ e_.mT)
+    dJ, dP = -beta * beta.mT * (X_ @ e_.mT) * form.erases, beta.mT * (do @ e_.mT)
     (from_start, to_end), start = _decays(g), _to_row(g)
-    dq, dk, dk_end = from_start * (do @ S_.mT), -beta * from_start * (X_ @ S_.mT), beta * to_end * (e_ @ dS_.mT)
+    dq, dk_end = from_start * (do @ S_.mT), beta * to_end * (e_ @ dS_.mT)
+    dk = -beta * from_start * (X_ @ S_.mT) * form.erases
     dg = start.mT @ form.of_gate(q * dq + k * dk) + (1 - start).mT @ form.of_gate(k * dk_end)
     dg += form.of_gate((S * dS).sum(-1)[..., None, :]) * g.sum(-2, keepdim=True).exp()
     for x, dx in zip((dq, dk, dg), _grams_bwd(form, q, k, g, dJ.tril(-1), dP.tril())):

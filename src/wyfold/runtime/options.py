@@ -38,6 +38,7 @@ class DeltaOptions(NamedTuple):
         unit: `gradient_unit` of the call.
         rule: "delta", or how a diagonal-plus-low-rank rule makes its rows and columns (`tile.columns`): "given",
             "rates", "keys".
+        erases: Whether a write of the rule "delta" first erases what its key reads. False: GLA.
     """
 
     operator: str
@@ -61,6 +62,7 @@ class DeltaOptions(NamedTuple):
     segments: int = 1
     unit: float = 1.0
     rule: str = "delta"
+    erases: bool = True
 
     def stage(self, name: str) -> str:
         """Stage that does a step of the delta rule, or the same step of a diagonal-plus-low-rank rule."""
@@ -90,5 +92,5 @@ DELTA_SCHEMA = (
     "str operator, bool recurrent, float scale, bool qk_l2norm, str activation, float lower_bound, float clamp, "
     "bool beta_logit, float beta_most, bool state_v_first, ScalarType state_dtype, bool final_state, "
     "int chunk_size, int checkpoint_every, bool save, bool keep_factors, str backend, "
-    "int segment_chunks, int segments, float unit, str rule"
+    "int segment_chunks, int segments, float unit, str rule, bool erases"
 )

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import itertools
 
-MIXERS = ("delta_net", "gated_delta_net", "kda", "ttt_linear", "path_attention", "attention")
-ALIASES = {"gdn": "gated_delta_net"}
+MIXERS = (
+    "delta_net",
+    "gated_delta_net",
+    "kda",
+    "gated_delta_product",
+    "gla",
+    "ttt_linear",
+    "path_attention",
+    "attention",
+)
+ALIASES = {"gdn": "gated_delta_net", "gdp": "gated_delta_product"}
 _SHORT = {name: alias for alias, name in ALIASES.items()}
 
 MOST_LAYERS = 2**16

@@ -370,6 +370,8 @@ def test_adapters_pass_arguments_in_the_form_of_their_libraries(monkeypatch):
         "fla.ops.delta_rule": {"chunk_delta_rule": delta, "fused_recurrent_delta_rule": delta},
         "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": delta, "fused_recurrent_gated_delta_rule": delta},
         "fla.ops.kda": {"chunk_kda": delta, "fused_recurrent_kda": delta},
+        "fla.ops.gated_delta_product": {"chunk_gated_delta_product": wyfold.chunk_gated_delta_product},
+        "fla.ops.gla": {"chunk_gla": wyfold.chunk_gla},
         "fla.ops.ttt": {
             "chunk_ttt_linear": wyfold.chunk_ttt_linear,
             "fused_chunk_ttt_linear": wyfold.chunk_ttt_linear,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import wyfold
-from wyfold.cli.catalog import CHUNKED, DELTA_RULES, MODEL, NO_GATE, OPS
+from wyfold.cli.catalog import CHUNKED, DELTA_RULES, MODEL, NO_GATE, OPS, RECURRENCES
 from wyfold.cli.operators import GRADIENT_OF, OPERATOR_SPECS, Arguments, Named, OperatorSpec
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
@@ -27,6 +27,8 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 
 MOST_NUMBERS = 2**40
 """Largest number of elements of one tensor; no device holds as many."""
+UPDATES = 2
+"""Updates of a token of DeltaProduct."""
 SEQUENCES, LONGEST = 256, 200
 _DRAWN_LENGTHS = torch.randint(1, LONGEST + 1, (SEQUENCES,), generator=torch.Generator().manual_seed(0))
 SHORT_LENGTHS: tuple[int, ...] = tuple(_DRAWN_LENGTHS.tolist())
@@ -103,8 +105,13 @@ class Case:
 
     @property
     def recurrence(self) -> bool:
-        """Whether the operator is a delta rule or TTT-Linear, whose accuracy has absolute targets."""
-        return self.kind in (*DELTA_RULES, "ttt")
+        """Whether the operator is a recurrence, whose accuracy has absolute targets."""
+        return self.kind in RECURRENCES
+
+    @property
+    def updates(self) -> int:
+        """Rows of k, v and beta for each token."""
+        return UPDATES if self.op == "gdp" else 1
 
     @property
     def kind(self) -> str:
@@ -119,7 +126,7 @@ class Case:
     @property
     def family(self) -> str:
         """Input family, which selects the absolute targets. Slow decays accumulate as much rounding as "uniform+"."""
-        rule = self.kind in DELTA_RULES
+        rule = self.kind in (*DELTA_RULES, "gdp", "gla")
         return "uniform+" if rule and self.gate in (NO_GATE, "slow") else self.spec.family
 
     @property
@@ -159,7 +166,7 @@ class Case:
 
     def incoming(self, arguments: Arguments) -> Tensor:
         """Draw a gradient for the output, which has the shape of v, or of the first argument if there is no v."""
-        like = arguments.get("v", next(iter(arguments.values())))
+        like = self._output_like(arguments)
         dtype = torch.promote_types(like.dtype, torch.float32) if self.op.endswith("_gate") else like.dtype
         size = [*like.shape]
         if self.op == "path":  # a row for each query head
@@ -178,13 +185,13 @@ class Case:
             return read + written
         gradients = sum(_bytes(x) for x in tensors if x.is_floating_point())
         states = 0
-        if self.kind in DELTA_RULES:
+        if self.kind in (*DELTA_RULES, "gdp", "gla"):
             states = self.token_heads * self.shape.K * self.shape.V * 2 // 64
         return 2 * read + 2 * written + gradients + 2 * states
 
     def _written(self, arguments: Arguments) -> int:
         """Bytes of the output."""
-        like = arguments.get("v", next(iter(arguments.values())))
+        like = self._output_like(arguments)
         if self.op == "kkt":
             return int(arguments["beta"].numel()) * self.chunk * 4
         if self.op == "path":
@@ -192,11 +199,18 @@ class Case:
         states = _bytes(arguments["initial_state"]) if self.decoding else 0
         return int(like.numel()) * (4 if self.op.endswith("_gate") else like.element_size()) + states
 
+    def _output_like(self, arguments: Arguments) -> Tensor:
+        """A tensor of the output's shape and dtype: v in the rows of tokens, or the first argument if there is no v."""
+        like: Tensor = arguments.get("v", next(iter(arguments.values())))
+        return like[:, :: self.updates]
+
 
 def gates_of(op: str, gates: Sequence[str]) -> Sequence[str]:
     """Select the gates that apply to an operator."""
     if op in ("kkt", "path"):
         return (NO_GATE, *(gate for gate in gates if gate in GATES))
+    if op.endswith(("gdp", "gla")):  # without an activation inside the operator
+        return [gate for gate in gates if gate in GATES]
     return [gate for gate in gates if gate != NO_GATE] if op.endswith(("gdn", "kda")) else (NO_GATE,)
 
 
@@ -266,6 +280,20 @@ class _Tensors:
         if case.decoding:
             state = self.normal(s.B, s.HV, s.K, s.V)
             drawn |= {"initial_state": state.div_(s.K**0.5), "output_final_state": True}
+        return drawn | self.packing()
+
+    def gdp(self) -> Arguments:
+        """Two updates of a token, with keys normalised inside the operator, and beta in [0, 2]."""
+        s, rows = self.shape, UPDATES * self.shape.T
+        q, k, v = self.per_token(s.H, s.K), self.normal(s.B, rows, s.H, s.K), self.normal(s.B, rows, s.HV, s.V)
+        drawn: Arguments = {"q": q.to(self.dtype), "k": k.to(self.dtype), "v": v.to(self.dtype), "g": self.decay(s.HV)}
+        drawn |= {"beta": 2 * self.normal(s.B, rows, s.HV).sigmoid_(), "num_householder": UPDATES}
+        return drawn | {"use_qk_l2norm_in_kernel": True} | self.packing()
+
+    def gla(self) -> Arguments:
+        s = self.shape
+        q, k = (self.unit(self.per_token(s.H, s.K)).to(self.dtype) for _ in range(2))
+        drawn = {"q": q, "k": k, "v": self.per_token(s.HV, s.V).to(self.dtype), "g": self.decay(s.HV, s.K)}
         return drawn | self.packing()
 
     def model_gate(self, *channels: int) -> Arguments:

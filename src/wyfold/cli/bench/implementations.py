@@ -20,6 +20,8 @@ from wyfold.reference.error import Verdict, judge, rms
 TOKEN_ARGUMENTS = frozenset({"q", "k", "v", "g", "beta", "eta", "x", "A", "o", "y"})
 HEAD_AXIS = {**dict.fromkeys(("q", "k", "v", "g", "beta", "eta", "A", "o", "y"), 2), "initial_state": 1}
 HEAD_AXIS |= dict.fromkeys(("w", "b", "A_log", "dt_bias"), 0)
+OF_UPDATES = frozenset({"k", "v", "beta"})
+"""Tensors with `Case.updates` rows for each token."""
 KEY_HEADS = frozenset({"q", "k"})
 """Tensors with one row per key head; the others of `HEAD_AXIS` have one per value head."""
 
@@ -350,6 +352,8 @@ class AccuracyCheck:
             return self._heads_of(argument, x)
         if argument not in TOKEN_ARGUMENTS:
             return x
+        if argument in OF_UPDATES:
+            tokens *= self.case.updates
         if exact and bool((x[:, tokens:] != 0).any()):
             return torch.full_like(x[:, :tokens], torch.nan)
         return x[:, :tokens]

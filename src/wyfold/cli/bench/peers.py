@@ -300,6 +300,8 @@ PEERS = {
                     Adapter(_fla("ops.kda", "chunk_kda"), "generic"),
                     Adapter(_fla("ops.kda", "chunk_kda", safe_gate=True), "safe_gate"),
                 ),
+                "chunk_gated_delta_product": (Adapter(_fla("ops.gated_delta_product", "chunk_gated_delta_product")),),
+                "chunk_gla": (Adapter(_fla("ops.gla", "chunk_gla")),),
                 "chunk_ttt_linear": (
                     Adapter(_fla("ops.ttt", "chunk_ttt_linear"), "staged"),
                     Adapter(_fla("ops.ttt", "fused_chunk_ttt_linear"), "fused"),

@@ -22,8 +22,10 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 MARKS = {
     "ttt_linear": "token_step",
     "path_attention": "bt_proj.weight",
+    "gla": "decay_up.bias",
     "kda": "decay_down.weight",
     "gated_delta_net": "decay.weight",
+    "gated_delta_product": "gate.weight",
     "delta_net": "beta.weight",
 }
 """Mixer -> a parameter that no later mixer of this table has. Softmax attention has none of them."""

@@ -12,7 +12,13 @@ from __future__ import annotations
 from wyfold.integrations.fla.acceleration import Acceleration, Report, accelerate
 from wyfold.integrations.fla.attention import parallel_path_attn
 from wyfold.integrations.fla.checkpoints import FlaCheckpoint, from_fla, to_fla
-from wyfold.integrations.fla.layers import DeltaNet, GatedDeltaNet, KimiDeltaAttention
+from wyfold.integrations.fla.layers import (
+    DeltaNet,
+    GatedDeltaNet,
+    GatedDeltaProduct,
+    GatedLinearAttention,
+    KimiDeltaAttention,
+)
 from wyfold.integrations.fla.low_rank import (
     chunk_comba,
     chunk_dplr_delta_rule,
@@ -38,14 +44,17 @@ from wyfold.integrations.fla.pieces import (
 )
 from wyfold.integrations.fla.recurrences import (
     chunk_delta_rule,
+    chunk_gated_delta_product,
     chunk_gated_delta_rule,
     chunk_gdn,
+    chunk_gla,
     chunk_kda,
     chunk_ttt_linear,
     fused_chunk_ttt_linear,
     fused_recurrent_delta_rule,
     fused_recurrent_gated_delta_rule,
     fused_recurrent_gdn,
+    fused_recurrent_gla,
     fused_recurrent_kda,
 )
 from wyfold.integrations.fla.stand_in import StandIn, install, uninstall
@@ -56,6 +65,8 @@ __all__ = [
     "FlaCheckpoint",
     "FusedRMSNormGated",
     "GatedDeltaNet",
+    "GatedDeltaProduct",
+    "GatedLinearAttention",
     "GatedMLP",
     "KimiDeltaAttention",
     "L2Norm",
@@ -68,9 +79,11 @@ __all__ = [
     "chunk_comba",
     "chunk_delta_rule",
     "chunk_dplr_delta_rule",
+    "chunk_gated_delta_product",
     "chunk_gated_delta_rule",
     "chunk_gdn",
     "chunk_gdn2",
+    "chunk_gla",
     "chunk_iplr_delta_rule",
     "chunk_kda",
     "chunk_rwkv7",
@@ -87,6 +100,7 @@ __all__ = [
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
     "fused_recurrent_gdn2",
+    "fused_recurrent_gla",
     "fused_recurrent_iplr_delta_rule",
     "fused_recurrent_kda",
     "fused_recurrent_rwkv7",

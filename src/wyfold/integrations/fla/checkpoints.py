@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from wyfold.integrations.fla.checkpoint_files import read_config, read_weights
 from wyfold.integrations.fla.mixer_weights import (
     KINDS,
+    Mixer,
     our_arguments,
     our_attention,
     our_attention_weights,
@@ -25,7 +26,6 @@ from wyfold.integrations.fla.mixer_weights import (
     their_weights,
 )
 from wyfold.layers.attention import SoftmaxAttention
-from wyfold.layers.delta_net import DeltaMixer
 from wyfold.models import disk
 from wyfold.models.config import DecoderConfig
 from wyfold.models.decoder import Decoder
@@ -69,6 +69,29 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 21,
         "output_gate_activation": "swish",
     },
+    "gated_deltaproduct": {
+        **_DEFAULTS,
+        "expand_v": 2.0,
+        "head_dim": 256,
+        "num_heads": 6,
+        "num_v_heads": None,
+        "num_hidden_layers": 21,
+        "allow_neg_eigval": False,
+        "num_householder": 1,
+        "use_output_gate": True,
+        "use_forget_gate": False,
+    },
+    "gla": {
+        **{key: value for key, value in _DEFAULTS.items() if key != "allow_neg_eigval"},
+        "use_short_conv": False,
+        "num_heads": 4,
+        "expand_k": 0.5,
+        "num_kv_heads": None,
+        "feature_map": None,
+        "use_output_gate": True,
+        "clamp_min": None,
+        "elementwise_affine": True,
+    },
     "kda": {**_DEFAULTS, "safe_gate": False, "lower_bound": None, "head_dim": 128, "num_v_heads": None},
 }
 """Model type -> fields that decide what a model computes, with the defaults of fla 0.5.2 and 0.6.0."""
@@ -77,7 +100,7 @@ WITHOUT_EFFECT = frozenset(
     """model_type architectures auto_map _name_or_path transformers_version dtype torch_dtype attn_mode
     max_position_embeddings use_cache pad_token_id bos_token_id eos_token_id initializer_range fuse_norm fuse_swiglu
     fuse_cross_entropy fuse_linear_cross_entropy use_output_norm return_dict output_attentions output_hidden_states
-    id2label label2id problem_type chunk_size_feed_forward is_encoder_decoder""".split()
+    id2label label2id problem_type chunk_size_feed_forward is_encoder_decoder use_gk use_gv""".split()
 )
 """Fields that do not change a model's logits."""
 
@@ -107,11 +130,12 @@ class FlaCheckpoint(NamedTuple):
         files.write(Path(folder) / files.CONFIG_FILE, json.dumps(self.config, indent=2) + "\n")
 
 
-def from_fla(source: nn.Module | str | os.PathLike[str], *, backend: str | None = None) -> DeltaMixer | Decoder:
+def from_fla(source: nn.Module | str | os.PathLike[str], *, backend: str | None = None) -> Mixer | Decoder:
     """Wyfold's form of one of fla's layers, language models or checkpoints, with the same outputs.
 
     Args:
-        source: A layer of fla (DeltaNet, GatedDeltaNet, KimiDeltaAttention), a causal language model of these, or a
+        source: A layer of fla (DeltaNet, GatedDeltaNet, GatedDeltaProduct, GatedLinearAttention,
+            KimiDeltaAttention), a causal language model of these, or a
             folder with its config.json and safetensors. Objects of the stand-in are fla's, too. Never changed.
         backend: Backend of every operator in the result.
 
@@ -148,12 +172,12 @@ def from_fla(source: nn.Module | str | os.PathLike[str], *, backend: str | None 
     return _decoder(config.to_diff_dict(), weights, backend).train(source.training)
 
 
-def to_fla(module: DeltaMixer | Decoder) -> FlaCheckpoint:
+def to_fla(module: Mixer | Decoder) -> FlaCheckpoint:
     """fla's form of a layer or decoder, with the same outputs.
 
     Args:
-        module: A `DeltaNet`, `GatedDeltaNet` or `KimiDeltaAttention` of `wyfold.layers`, or a `Decoder` whose layers
-            are all of one of these, except for those of softmax attention.
+        module: A `DeltaNet`, `GatedDeltaNet`, `GatedDeltaProduct`, `GatedLinearAttention` or `KimiDeltaAttention` of
+            `wyfold.layers`, or a `Decoder` whose layers are all of one of these, except for those of softmax attention.
 
     Returns:
         Configuration and weights; the weights are copies. For a layer: `fla.layers.GatedDeltaNet(**config)` and its
@@ -164,7 +188,7 @@ def to_fla(module: DeltaMixer | Decoder) -> FlaCheckpoint:
         TypeError: module is neither.
         UnsupportedError: fla's layer or model lacks an option.
     """
-    if isinstance(module, DeltaMixer) and type(module).__name__ in KINDS:
+    if isinstance(module, Mixer) and type(module).__name__ in KINDS:
         return FlaCheckpoint(their_arguments(module), _copies(their_weights(module)))
     if not isinstance(module, Decoder):
         raise TypeError(f"to_fla: module must be one of {', '.join(KINDS)} or a Decoder, got {type(module).__name__}")
@@ -180,6 +204,9 @@ def to_fla(module: DeltaMixer | Decoder) -> FlaCheckpoint:
     mixers: list[Any] = [block.mixer for block in module.blocks]
     attention = [number for number, mixer in enumerate(mixers) if isinstance(mixer, SoftmaxAttention)]
     arguments = their_arguments(mixers[config.layers.index(kind.pattern)])
+    for option in ("gate_low_rank_dim", "gate_logit_normalizer"):  # of a layer alone; a model of fla has 16
+        if arguments.pop(option, 16) != 16:
+            raise UnsupportedError("to_fla: a model of fla has no option for its decays", {"fla": f"{option} is 16"})
     if attention:
         arguments["attn"] = their_attention(mixers[attention[0]], attention)
     if arguments["norm_eps"] != config.norm_eps:
@@ -212,7 +239,7 @@ def _copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 # --- layers ----------------------------------------------------------------------------------------------------------
 
 
-def _layer(name: str, given: Mapping[str, Any], weights: Mapping[str, Tensor], backend: str | None) -> DeltaMixer:
+def _layer(name: str, given: Mapping[str, Any], weights: Mapping[str, Tensor], backend: str | None) -> Mixer:
     arguments = our_arguments(name, given)
     with torch.device("meta"):
         ours = KINDS[name].ours(**arguments, backend=backend)
@@ -223,8 +250,13 @@ def _layer(name: str, given: Mapping[str, Any], weights: Mapping[str, Tensor], b
 def _layer_options(name: str, layer: Any) -> dict[str, Any]:
     """Arguments of the constructor of one of fla's layers, from its attributes."""
     fields = "hidden_size num_heads num_v_heads expand_k expand_v head_dim conv_size allow_neg_eigval lower_bound"
+    fields += " num_householder use_forget_gate num_kv_heads gate_logit_normalizer"
     found = {field: getattr(layer, field) for field in fields.split() if hasattr(layer, field)}
     found |= {option: getattr(layer, option) for option in KINDS[name].fixed if hasattr(layer, option)}
+    if name == "GatedLinearAttention":
+        found |= {"gate_low_rank_dim": layer.gk_proj[0].out_features, "fuse_norm": hasattr(layer, "g_norm_swish_gate")}
+        norm = layer.g_norm_swish_gate if found["fuse_norm"] else layer.g_norm
+        return {**found, "feature_map": getattr(layer, "feature_map_fn", None), "norm_eps": norm.eps}
     if hasattr(layer.o_norm, "activation"):
         found["output_gate_activation"] = layer.o_norm.activation
     return {**found, "norm_eps": layer.o_norm.eps}
@@ -237,7 +269,8 @@ def _decoder(given: Mapping[str, Any], weights: dict[str, Tensor], backend: str 
     name, fields = _fields(given)
     arguments = our_arguments(name, fields)
     kind = KINDS[name]
-    sizes = {key: arguments.pop(key) for key in ("num_heads", "num_v_heads", "head_dim", "head_v_dim", "conv_size")}
+    names_of_sizes = ("num_heads", "num_v_heads", "head_dim", "head_v_dim", "conv_size")
+    sizes = {key: arguments.pop(key) for key in names_of_sizes if key in arguments}
     attention, shape = our_attention(fields["attn"], fields["hidden_size"])
     names = ["attention" if number in attention else kind.pattern for number in range(fields["num_hidden_layers"])]
     config = DecoderConfig(

@@ -42,21 +42,30 @@ class Mixer(nn.Module):
     use_short_conv: bool
     o_norm: nn.Module
 
-    def _check_sizes(self, keys: str, values: str) -> None:
+    def _check_sizes(self, keys: str, values: str, most_values: int = 256) -> None:
         """Check mode, heads, and the widths K and V, which are made of the arguments named by `keys` and `values`."""
         name = type(self).__name__
         check.choice(name, "mode", self.mode, ("chunk", "fused_recurrent"))
         check.head_groups(name, self.num_heads, self.num_v_heads, keys="num_heads", values="num_v_heads")
-        for letter, product, width in (("K", keys, self.head_k_dim), ("V", values, self.head_v_dim)):
-            if width % 8 != 0 or not 8 <= width <= 256:
+        widths = ("K", keys, self.head_k_dim, 256), ("V", values, self.head_v_dim, most_values)
+        for letter, product, width, most in widths:
+            if width % 8 != 0 or not 8 <= width <= most:
                 raise ValueError(
-                    f"{name}: {product}, the width {letter} of a head, must be a multiple of 8 from 8 to 256, got "
+                    f"{name}: {product}, the width {letter} of a head, must be a multiple of 8 from 8 to {most}, got "
                     f"{width}; change it in a new model, and run checkpoints of this width on fla"
                 )
 
-    def _add_projections(self, activation: str | None, conv_size: int, conv_bias: bool) -> None:
-        """Add the projections and convolutions of q, k and v; `activation` is that of q and k after them."""
-        for name, width in (("q", self.key_dim), ("k", self.key_dim), ("v", self.value_dim)):
+    def _add_projections(
+        self, activation: str | None, conv_size: int, conv_bias: bool, widths: tuple[int, int, int] | None = None
+    ) -> None:
+        """Add the projections and convolutions of q, k and v.
+
+        Args:
+            activation: That of q and k after the convolutions.
+            conv_size, conv_bias: Of the convolutions.
+            widths: Channels of q, k and v; None for key_dim, key_dim and value_dim.
+        """
+        for name, width in zip("qkv", widths or (self.key_dim, self.key_dim, self.value_dim), strict=True):
             self.add_module(f"{name}_proj", nn.Linear(self.hidden_size, width, bias=False))
             if self.use_short_conv:
                 act = "silu" if name == "v" else activation

@@ -1,7 +1,7 @@
-"""Names, shapes and options of fla's DeltaNet, GatedDeltaNet, KimiDeltaAttention and Attention, and of Wyfold's layers.
+"""Names, shapes and options of fla's recurrent layers and its Attention, and of Wyfold's layers.
 
-fla has a projection and a convolution for each of q, k and v; Wyfold has one of each for all three. The other tensors
-differ in name, and KDA's dt_bias in shape.
+fla has a projection and, except for GLA, a convolution for each of q, k and v; Wyfold has one of each for all three.
+The other tensors differ in name, and KDA's dt_bias in shape.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from wyfold.runtime.check import UnsupportedError
 _FIXED: dict[str, Any] = {"use_short_conv": True, "conv_bias": False}
 
 
+Mixer = DeltaMixer | layers.GatedLinearAttention
+
+
 class Kind(NamedTuple):
-    """One of the three layers.
+    """One of the layers.
 
     Attributes:
         ours: Wyfold's class.
@@ -29,14 +32,16 @@ class Kind(NamedTuple):
         model_type, architecture: fla's names of the language model.
         fixed: fla's options that Wyfold's layer has one value of.
         names: Wyfold's name -> fla's, of tensors that both have.
+        conv: Whether the layers have a convolution.
     """
 
-    ours: type[DeltaMixer]
+    ours: type[Mixer]
     pattern: str
     model_type: str
     architecture: str
     fixed: dict[str, Any]
     names: dict[str, str]
+    conv: bool = True
 
 
 _NAMES = {"beta.weight": "b_proj.weight", "norm.weight": "o_norm.weight", "out.weight": "o_proj.weight"}
@@ -58,6 +63,37 @@ KINDS: dict[str, Kind] = {
         "GatedDeltaNetForCausalLM",
         {**_FIXED, "use_gate": True, "output_gate_activation": "swish"},
         {**_NAMES, **_DECAY, "decay.weight": "a_proj.weight", "gate.weight": "g_proj.weight"},
+    ),
+    "GatedDeltaProduct": Kind(
+        layers.GatedDeltaProduct,
+        "gated_delta_product",
+        "gated_deltaproduct",
+        "GatedDeltaProductForCausalLM",
+        {**_FIXED, "use_output_gate": True},
+        {**_NAMES, **_DECAY, "forget.weight": "a_proj.weight", "gate.weight": "g_proj.weight"},
+    ),
+    "GatedLinearAttention": Kind(
+        layers.GatedLinearAttention,
+        "gla",
+        "gla",
+        "GLAForCausalLM",
+        {
+            "use_short_conv": False,
+            "use_output_gate": True,
+            "fuse_norm": True,
+            "elementwise_affine": True,
+            "feature_map": None,
+            "clamp_min": None,
+        },
+        {
+            "decay_down.weight": "gk_proj.0.weight",
+            "decay_up.weight": "gk_proj.1.weight",
+            "decay_up.bias": "gk_proj.1.bias",
+            "gate.weight": "g_proj.weight",
+            "norm.weight": "g_norm_swish_gate.weight",
+            "out.weight": "o_proj.weight",
+        },
+        conv=False,
     ),
     "KimiDeltaAttention": Kind(
         layers.KimiDeltaAttention,
@@ -92,7 +128,9 @@ def our_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
             raise _lacking(name, option, found)
     H, width = given["num_heads"], given["hidden_size"]
     HV = given.get("num_v_heads") or H
-    if name == "DeltaNet":
+    if name == "GatedLinearAttention" and (given.get("num_kv_heads") or H) != H:
+        raise _lacking(name, "num_kv_heads", given["num_kv_heads"])
+    if name in ("DeltaNet", "GatedLinearAttention"):
         K, V = (_whole(name, f"expand_{of}", width * given[f"expand_{of}"] / H) for of in "kv")
     else:
         K = given["head_dim"]
@@ -100,12 +138,18 @@ def our_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if name == "KimiDeltaAttention" and V != K:
         raise _lacking(name, "expand_v", given["expand_v"])
     sizes = {"hidden_size": width, "num_heads": H, "num_v_heads": HV, "head_dim": K, "head_v_dim": V}
+    if name == "GatedLinearAttention":
+        rank, normalizer = given.get("gate_low_rank_dim", 16), given.get("gate_logit_normalizer", 16)
+        own = {"decay_rank": rank, "decay_normalizer": float(normalizer)}
+        return {**sizes, **own, "norm_eps": given["norm_eps"]}
     options = {name: given[name] for name in ("conv_size", "allow_neg_eigval", "norm_eps")}
+    if name == "GatedDeltaProduct":
+        options |= {"num_householder": given["num_householder"], "forget_gate": given["use_forget_gate"]}
     bound = {"lower_bound": given["lower_bound"]} if name == "KimiDeltaAttention" else {}
     return {**sizes, **options, **bound}
 
 
-def their_arguments(layer: DeltaMixer) -> dict[str, Any]:
+def their_arguments(layer: Mixer) -> dict[str, Any]:
     """Arguments of fla's constructor, from Wyfold's layer.
 
     Raises:
@@ -116,6 +160,8 @@ def their_arguments(layer: DeltaMixer) -> dict[str, Any]:
     norm: Any = layer.norm
     if getattr(norm, "round_before_weight", False):
         raise _lacking(f"fla's {name}", "round_before_weight of the norm", True)
+    if isinstance(layer, layers.GatedLinearAttention):
+        return _their_gla_arguments(layer)
     shared = {
         "hidden_size": layer.hidden_size,
         "num_heads": H,
@@ -133,7 +179,24 @@ def their_arguments(layer: DeltaMixer) -> dict[str, Any]:
             raise _lacking("fla's KimiDeltaAttention", "projections of K for decays of a layer with head_v_dim", V)
         bound: Any = layer.lower_bound
         shared |= {"lower_bound": bound, "safe_gate": bound is not None and bound >= -5}
+    if isinstance(layer, layers.GatedDeltaProduct):
+        shared |= {"num_householder": layer.updates, "use_forget_gate": layer.forget is not None}
     return {**shared, "head_dim": K, "expand_v": _expansion(V, K), "num_v_heads": HV}
+
+
+def _their_gla_arguments(layer: layers.GatedLinearAttention) -> dict[str, Any]:
+    K, V, H, width = layer.head_dim, layer.head_v_dim, layer.num_heads, layer.hidden_size
+    if layer.num_v_heads != H:
+        raise _lacking("fla's GatedLinearAttention", "num_v_heads", layer.num_v_heads)
+    return {
+        "hidden_size": width,
+        "num_heads": H,
+        "expand_k": _expansion(H * K, width),
+        "expand_v": _expansion(H * V, width),
+        "gate_low_rank_dim": layer.decay_down.out_features,
+        "gate_logit_normalizer": layer.decay_normalizer,
+        "norm_eps": layer.norm.eps,
+    }
 
 
 def our_weights(name: str, theirs: Mapping[str, Tensor], HV: int) -> dict[str, Tensor]:
@@ -142,8 +205,11 @@ def our_weights(name: str, theirs: Mapping[str, Tensor], HV: int) -> dict[str, T
     Raises:
         ValueError: A tensor is missing or unknown.
     """
-    names = KINDS[name].names
-    triples = [f"{of}_{part}.weight" for part in ("proj", "conv1d") for of in "qkv"]
+    names, conv = dict(KINDS[name].names), KINDS[name].conv
+    if name == "GatedDeltaProduct" and "a_proj.weight" not in theirs:  # without a forget gate
+        for part in ("forget.weight", *_DECAY):
+            del names[part]
+    triples = [f"{of}_{part}.weight" for part in ("proj", *(["conv1d"] if conv else [])) for of in "qkv"]
     expected = {*names.values(), *triples}
     if missing := expected - theirs.keys():
         raise ValueError(
@@ -153,7 +219,8 @@ def our_weights(name: str, theirs: Mapping[str, Tensor], HV: int) -> dict[str, T
         raise ValueError(f"from_fla: {name} must have known tensors, got {', '.join(sorted(unknown))}")
     weights = {our_name: theirs[name] for our_name, name in names.items()}
     weights["qkv.weight"] = torch.cat([theirs[name] for name in triples[:3]])
-    weights["conv.weight"] = torch.cat([theirs[name].squeeze(1) for name in triples[3:]])
+    if conv:
+        weights["conv.weight"] = torch.cat([theirs[name].squeeze(1) for name in triples[3:]])
     # fla keeps the weight of an ungated norm in float32.
     weights["norm.weight"] = weights["norm.weight"].to(weights["out.weight"].dtype)
     if name == "KimiDeltaAttention":
@@ -161,13 +228,17 @@ def our_weights(name: str, theirs: Mapping[str, Tensor], HV: int) -> dict[str, T
     return weights
 
 
-def their_weights(layer: DeltaMixer) -> dict[str, Tensor]:
+def their_weights(layer: Mixer) -> dict[str, Tensor]:
     """Views of Wyfold's tensors, as fla's layer has them."""
     ours = {name: tensor.detach() for name, tensor in layer.state_dict().items()}
-    weights = {name: ours[our_name] for our_name, name in KINDS[type(layer).__name__].names.items()}
-    sizes = [layer.key_size, layer.key_size, layer.value_size]
-    for of, rows, taps in zip("qkv", ours["qkv.weight"].split(sizes), ours["conv.weight"].split(sizes), strict=True):
-        weights[f"{of}_proj.weight"], weights[f"{of}_conv1d.weight"] = rows, taps.unsqueeze(1)
+    names = KINDS[type(layer).__name__].names
+    weights = {name: ours[our_name] for our_name, name in names.items() if our_name in ours}
+    for of, rows in zip("qkv", ours["qkv.weight"].split(layer.channels), strict=True):
+        weights[f"{of}_proj.weight"] = rows
+    for of, taps in zip(
+        "qkv", ours["conv.weight"].split(layer.channels) if "conv.weight" in ours else (), strict=False
+    ):
+        weights[f"{of}_conv1d.weight"] = taps.unsqueeze(1)
     if "dt_bias" in weights:
         weights["dt_bias"] = weights["dt_bias"].flatten()
     return weights

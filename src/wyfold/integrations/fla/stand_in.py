@@ -52,6 +52,8 @@ _RWKV7_STEPS = _of(low_rank, "fused_mul_recurrent_rwkv7", "fused_recurrent_rwkv7
 _RWKV7 = {**_of(low_rank, "chunk_rwkv7"), **_RWKV7_STEPS}
 _GDN2 = _of(low_rank, "chunk_gdn2", "fused_recurrent_gdn2")
 _COMBA = _of(low_rank, "chunk_comba", "fused_recurrent_comba")
+_PRODUCT = _of(rules, "chunk_gated_delta_product")
+_GLA = _of(rules, "chunk_gla", "fused_recurrent_gla")
 _TTT = _of(rules, "chunk_ttt_linear", "fused_chunk_ttt_linear")
 _PATH = _of(attention, "parallel_path_attn")
 _SOLVE = _of(pieces, "solve_tril")
@@ -87,7 +89,7 @@ _COMM = _of(
     "send_recv_fwd",
 )
 _CONTEXT = _of(ranks, "FLACPContext", "build_cp_context")
-_LAYERS = _of(layers, "DeltaNet", "GatedDeltaNet", "KimiDeltaAttention")
+_LAYERS = _of(layers, "DeltaNet", "GatedDeltaNet", "GatedDeltaProduct", "GatedLinearAttention", "KimiDeltaAttention")
 
 MODULES: dict[str, _Names] = {
     "fla": {},
@@ -102,6 +104,8 @@ MODULES: dict[str, _Names] = {
         **_of(low_rank, "chunk_rwkv7", "fused_recurrent_rwkv7"),
         **_COMBA,
         **_PATH,
+        **_PRODUCT,
+        **_GLA,
     },
     "fla.ops.comba": _COMBA,
     "fla.ops.comba.chunk": _of(low_rank, "chunk_comba"),
@@ -128,6 +132,11 @@ MODULES: dict[str, _Names] = {
     "fla.ops.gated_delta_rule.fused_recurrent": {**_GDN_STEPS, **_of(functions, "FusedRecurrentFunction")},
     "fla.ops.gated_delta_rule.gate": {**_of(pieces, "fused_gdn_gate"), **_of(naive, "naive_gdn_gate")},
     "fla.ops.gated_delta_rule.naive": _GDN_NAIVE,
+    "fla.ops.gated_delta_product": _PRODUCT,
+    "fla.ops.gated_delta_product.chunk": _PRODUCT,
+    "fla.ops.gla": _GLA,
+    "fla.ops.gla.chunk": _of(rules, "chunk_gla"),
+    "fla.ops.gla.fused_recurrent": _of(rules, "fused_recurrent_gla"),
     "fla.ops.kda": _KDA,
     "fla.ops.kda.chunk": _of(rules, "chunk_kda"),
     "fla.ops.kda.fused_recurrent": _of(rules, "fused_recurrent_kda"),
@@ -170,6 +179,8 @@ MODULES: dict[str, _Names] = {
     "fla.layers": _LAYERS,
     "fla.layers.delta_net": _of(layers, "DeltaNet"),
     "fla.layers.gated_deltanet": _of(layers, "GatedDeltaNet"),
+    "fla.layers.gated_deltaproduct": _of(layers, "GatedDeltaProduct"),
+    "fla.layers.gla": _of(layers, "GatedLinearAttention"),
     "fla.layers.kda": _of(layers, "KimiDeltaAttention"),
     "fla.layers.utils": _of(
         padding,
@@ -217,6 +228,10 @@ INSTEAD = {
     "l2norm_fwd": "call l2norm, which has a gradient",
     "l2norm_bwd": "call l2norm, which has a gradient",
     "fused_chunk_delta_rule": "call chunk_delta_rule",
+    "fused_chunk_gla": "call chunk_gla",
+    "chunk_simple_gla": "call wyfold.chunk_gla with g [B, T, H]",
+    "chunk_linear_attn": "call wyfold.chunk_gla without g, and divide by the sum of keys where a model normalises",
+    "chunk_lightning_attn": "call wyfold.chunk_gla with the head's decay as g (docs/operators/gla.md)",
     "fused_recurrent_kda_fwd": "call wyfold.serving.decode, with states in a pool",
 }
 """Remedies for missing names that programs import."""

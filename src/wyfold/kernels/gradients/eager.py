@@ -40,11 +40,15 @@ def gradients(inputs: Inputs, factors: ChunkFactors, borders: ChunkBorders, do: 
 
     dJ = torch.bmm(X, N.transpose(1, 2)).tril_(-1).mul_(-beta)
     dP = torch.bmm(do, N.transpose(1, 2)).tril_()
+    if not inputs.erases:
+        dJ.zero_()
     dq, dk, pairs = decayed_grams_bwd(q, k, G, factors.J, factors.P, dJ, dP)
 
     S_T = S.transpose(1, 2)
     dq_read = from_start(torch.bmm(do, S_T), G)
     dk_read = from_start(torch.bmm(dR, S_T), G).neg_()
+    if not inputs.erases:
+        dk_read.zero_()
     dk_write = to_end(torch.bmm(N, dS.transpose(1, 2)), G)
     dg, decay = None, across(G)
     if G is not None and decay is not None and pairs is not None:

@@ -157,6 +157,7 @@ def gradients(
         options.lower_bound,
         options.clamp or FLOOR,
         options.beta_most,
+        options.unit * float(options.erases),
         H=H,
         HV=HV,
         K=K,
@@ -206,7 +207,9 @@ def _descriptors(borders: TokenBorders, C: int, BK: int, BV: int) -> Sequence[An
     return all_or_none(borders, [tile_descriptor(*descriptor) for descriptor in states + rows])
 
 
-@triton.jit(do_not_specialize=["N", "T", "per_sequence", "scale", "unit", "lower_bound", "clamp", "beta_most"])
+@triton.jit(
+    do_not_specialize=["N", "T", "per_sequence", "scale", "unit", "lower_bound", "clamp", "beta_most", "erased_unit"]
+)
 def wyfold_gradients_triton(
     x_q,
     s_q,
@@ -253,6 +256,7 @@ def wyfold_gradients_triton(
     lower_bound,
     clamp,
     beta_most,
+    erased_unit,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -281,6 +285,7 @@ def wyfold_gradients_triton(
 
     For each value head it first computes the gradients of the two grams, then loops over K in slices of BK. Where a key
     head has several value heads, or rows are normalised here, dq and dk accumulate in float32 tiles in global memory.
+    erased_unit: The unit, or 0 for writes that erase nothing: keys then get no gradient from what they would read.
     """
     GR: tl.constexpr = HV // H
     NK: tl.constexpr = (K + BK - 1) // BK
@@ -372,7 +377,7 @@ def wyfold_gradients_triton(
                 b_dbeta = strength_bwd(p_beta, s_beta, b, t, i_hv, rows, b_dbeta, beta_most, BT)
             store_token_scalars(p_dbeta, s_dbeta, b, t, i_hv, rows, b_dbeta, BT)
         b_decay = pair_decay(b_G, GATE, BT)
-        b_dJ = tl.where(lower, b_dJ, 0.0) * (b_beta[None, :] * b_decay) * (-b_beta * unit)[:, None]
+        b_dJ = tl.where(lower, b_dJ, 0.0) * (b_beta[None, :] * b_decay) * (-b_beta * erased_unit)[:, None]
         b_dP = tl.where(upper, 0.0, b_dP) * (b_beta[None, :] * b_decay) * scale
         # Contributions of later rows to keys: right operands, while the left ones are rows transposed in shared memory.
         b_dJr, b_dPr = (b_dJ * b_nk[:, None]).to(OP), (b_dP * b_nq[:, None]).to(OP)
@@ -381,7 +386,7 @@ def wyfold_gradients_triton(
             b_qk, b_kk = _grams(x_q, s_q, x_k, s_k, b, t, i_h, rows, K, BT, BK, OP, PRECISION)
             b_dg = interval_sum(b_dP * b_qk * b_rq[:, None] + b_dJ * b_kk * b_rk[:, None], BT, EXACT)
         if CHANNEL:
-            b_dJT = b_dJT * (b_beta[:, None] * b_decay) * (-b_beta * unit * b_nk)[None, :]
+            b_dJT = b_dJT * (b_beta[:, None] * b_decay) * (-b_beta * erased_unit * b_nk)[None, :]
             b_dPT = tl.where(lower, 0.0, b_dPT) * (b_beta[:, None] * b_decay) * (scale * b_nq)[None, :]
             store_near_pairs(p_near, i_tile, 0, b_dPT, BT)
             store_near_pairs(p_near, i_tile, 1, b_dJT, BT)
@@ -415,7 +420,7 @@ def wyfold_gradients_triton(
                 o_v = tl.arange(0, BV)
                 b_trace += tl.sum(tl.where(o_v[:, None] == o_v[None, :], b_SdS, 0.0), axis=1)
             b_dq *= (scale * b_in)[:, None]
-            b_dk *= (-b_beta * unit * b_in)[:, None]
+            b_dk *= (-b_beta * erased_unit * b_in)[:, None]
             b_dk_write *= (b_beta * unit * b_out)[:, None]
             if CHANNEL:
                 b_q = load_sub_chunks(x_q, s_q, b, t, i_h, i_k * BK, rows, opaque_zero, K, BT, BK, NEAR).to(tl.float32)

@@ -35,7 +35,7 @@ def load(
         beta: [B, T, HV] write strength of the call; None for 1.
         A_log, dt_bias: Gate parameters or None.
         table: The part's chunk table.
-        options: Uses `qk_l2norm`, `activation`, `lower_bound`, `clamp`, `beta_logit`, `beta_most`.
+        options: Uses `qk_l2norm`, `activation`, `lower_bound`, `clamp`, `beta_logit`, `beta_most`, `erases`.
     """
     HV, dtype = v.shape[2], wide(q.dtype)
     q, k, v = (to_chunks(x, table, HV, dtype) for x in (q, k, v))
@@ -43,7 +43,7 @@ def load(
     if options.qk_l2norm:
         (q, rq), (k, rk) = l2norm(q), l2norm(k)
     gate = log_gate_tiles(g, A_log, dt_bias, table, options, dtype)
-    return Inputs(q, k, v, _strength(beta, v, table, options), gate, rq, rk)
+    return Inputs(q, k, v, _strength(beta, v, table, options), gate, rq, rk, options.erases)
 
 
 def fold(inputs: Inputs, kept: ChunkFactors | None = None) -> ChunkFactors:
@@ -52,6 +52,8 @@ def fold(inputs: Inputs, kept: ChunkFactors | None = None) -> ChunkFactors:
     if kept is not None:
         return kept._replace(G=G)
     J, P = decayed_grams(inputs.q, inputs.k, G)
+    if not inputs.erases:
+        J.zero_()
     A = inverse(inputs.beta * J)
     E = torch.bmm(A.transpose(1, 2), to_end(inputs.k, G))
     return ChunkFactors(G, E, torch.bmm(P, A), A, J, P)

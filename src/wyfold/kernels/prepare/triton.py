@@ -72,7 +72,8 @@ def prepare(
         beta: [B, T, HV] write strength of the call; None for 1.
         A_log, dt_bias: Gate parameters or None.
         grid: The call's chunk grid.
-        options: Uses `qk_l2norm`, `activation`, `lower_bound`, `clamp`, `beta_logit`, `beta_most`, `chunk_size`.
+        options: Uses `qk_l2norm`, `activation`, `lower_bound`, `clamp`, `beta_logit`, `beta_most`, `chunk_size`,
+            `erases`.
         o: [B, T, HV, V] output of the call; only tokens past a packed batch's last boundary are written, with zeros.
         folded: Whether the scans read E instead of W.
         backward: Whether `scan_bwd` and `summary_bwd` will read these.
@@ -130,6 +131,7 @@ def prepare(
         options.lower_bound,
         options.clamp or FLOOR,
         options.beta_most,
+        float(options.erases),
         int(clear),
         # A runtime argument, so that both directions of the folded form share one compiled kernel.
         int(found.W is not None),
@@ -189,7 +191,9 @@ def launch_key(dtype: torch.dtype, K: int, V: int, chunk_size: int, gate: str, f
     return f"{dtype_word(dtype)} K{K} V{V} C{chunk_size} {gate} {'EF' if folded else 'WF'}"
 
 
-@triton.jit(do_not_specialize=["N", "T", "per_sequence", "lower_bound", "clamp", "beta_most", "clear", "with_w"])
+@triton.jit(
+    do_not_specialize=["N", "T", "per_sequence", "lower_bound", "clamp", "beta_most", "erases", "clear", "with_w"]
+)
 def wyfold_prepare_triton(
     x_q,
     s_q,
@@ -221,6 +225,7 @@ def wyfold_prepare_triton(
     lower_bound,
     clamp,
     beta_most,
+    erases,
     clear,
     with_w,
     H: tl.constexpr,
@@ -245,7 +250,10 @@ def wyfold_prepare_triton(
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program computes the factors of a chunk of one value head."""
+    """One program computes the factors of a chunk of one value head.
+
+    erases: 1, or 0 for writes that erase nothing: the keys then read no state, and A is the identity.
+    """
     i_tile = tl.program_id(0).to(tl.int64)
     i_c, i_hv = i_tile // HV, i_tile % HV
     i_h = i_hv // (HV // H)
@@ -307,10 +315,11 @@ def wyfold_prepare_triton(
         b_J, b_JT, b_PT = decayed_grams_transposed(b_q, b_keys, b_rq, b_rk, b_g, GATE, BT, OP, PRECISION)
 
     b_divisor = nonzero_beta(b_beta)
+    b_weight = b_divisor * erases
     if WHOLE:
-        b_AT = inverse_transposed_whole(b_J * b_divisor[:, None], b_JT * b_divisor[None, :], BT, EXACT, WARPS)
+        b_AT = inverse_transposed_whole(b_J * b_weight[:, None], b_JT * b_weight[None, :], BT, EXACT, WARPS)
     else:
-        b_AT = inverse_transposed(b_J * b_divisor[:, None], b_JT * b_divisor[None, :], BT, EXACT, WARPS)
+        b_AT = inverse_transposed(b_J * b_weight[:, None], b_JT * b_weight[None, :], BT, EXACT, WARPS)
     if with_w:
         b_W = b_AT * b_divisor[:, None] * (1.0 / b_divisor)[None, :]
         store_upper(p_W, i_tile, b_W, BT)
@@ -343,7 +352,7 @@ def wyfold_prepare_triton(
         if p_E is not None:
             b_E = mm_exact(b_AT * (b_out * b_rk)[None, :], tl.cast(b_keys, tl.float32), None, EXACT)
             store_tile(p_E, i_tile, 0, 0, b_E, BT, K, BT, BK)
-    b_in_k, b_in_q, b_out = b_in * b_rk, b_in * b_rq, b_out * b_rk
+    b_in_k, b_in_q, b_out = b_in * b_rk * erases, b_in * b_rq, b_out * b_rk
     if p_back is not None:
         _store_rows(p_back, i_tile, b_in_k, b_in_q, b_out, b_beta, BT)
     if p_FB is not None:

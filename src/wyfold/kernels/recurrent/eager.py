@@ -45,7 +45,7 @@ def recurrent_bwd(
         table: The part's chunk table.
     """
     HV = S0.shape[1]
-    found = TileGradients(*(None if x is None else torch.zeros_like(x) for x in (*inputs[:4], inputs.g)))  # type: ignore[arg-type]
+    found = TileGradients(*(None if x is None else torch.zeros_like(x) for x in inputs[:5]))  # type: ignore[arg-type]
     columns = table.column_rows()
     S, entering = ranked(S0, table), []
     for chunks, rows in columns:
@@ -61,7 +61,8 @@ def recurrent_bwd(
 
 
 def _rows(tiles: Tiles, c: slice) -> Tiles:
-    return type(tiles)(*(None if x is None else x[c] for x in tiles))  # type: ignore[arg-type]
+    own = {name: x[c] for name, x in tiles._asdict().items() if isinstance(x, Tensor)}
+    return tiles._replace(**own)  # type: ignore[arg-type]  # the fields that are tensors
 
 
 def _run(S: Tensor, inputs: Inputs, rows: int, out: Tensor | None, states: list[Tensor] | None = None) -> None:
@@ -69,7 +70,7 @@ def _run(S: Tensor, inputs: Inputs, rows: int, out: Tensor | None, states: list[
     q, k, v, beta = inputs[:4]
     decay = token_decay(inputs.g)
     # Two rows, not one: a single-row product uses another code path in batches of one (docs/facts/cpu.md, CPU-1).
-    kq, k_pair, y_pair = torch.stack([k, q], 2), paired(k), paired(v[:, 0])
+    kq, k_pair, y_pair = torch.stack([inputs.erasing, q], 2), paired(k), paired(v[:, 0])
     qk = (q * k).sum(-1, keepdim=True)
     for t in range(rows):
         if decay is not None:
@@ -90,10 +91,12 @@ def _run_bwd(S: Tensor, dS: Tensor, inputs: Inputs, do: Tensor, rows: int, found
     decay = token_decay(inputs.g)
     decayed: list[Tensor] = []
     _run(S, inputs, rows, None, decayed)
-    q_pair, k_pair, do_pair, de_pair = paired(q), paired(k), paired(do), paired(v[:, 0])
+    q_pair, do_pair, de_pair = paired(q), paired(do), paired(v[:, 0])
+    erasing = inputs.erasing
+    erasing_pair = paired(erasing)
     for t in reversed(range(rows)):
         Sd = decayed.pop()
-        e = v[:, t] - columns_dot(Sd, k[:, t])
+        e = v[:, t] - columns_dot(Sd, erasing[:, t])
         y = e * beta[:, t]
         dS.baddbmm_(q_pair[:, t].transpose(1, 2), do_pair[:, t])
         found.q[:, t] = rows_dot(Sd, do[:, t]) + k[:, t] * (y * do[:, t]).sum(-1, keepdim=True)
@@ -101,9 +104,9 @@ def _run_bwd(S: Tensor, dS: Tensor, inputs: Inputs, do: Tensor, rows: int, found
         de = beta[:, t] * dn
         found.v[:, t] = de
         found.beta[:, t] = (dn * e).sum(-1, keepdim=True)
-        found.k[:, t] = rows_dot(dS, y) - rows_dot(Sd, de)
+        found.k[:, t] = rows_dot(dS, y) - (rows_dot(Sd, de) if inputs.erases else 0)
         de_pair[:, 0] = de
-        dS.baddbmm_(k_pair[:, t].transpose(1, 2), de_pair, alpha=-1)
+        dS.baddbmm_(erasing_pair[:, t].transpose(1, 2), de_pair, alpha=-1)
         if decay is not None and found.g is not None:
             found.g[:, t] = to_gate_shape((Sd * dS).sum(-1), found.g)
             dS.mul_(decay[:, t])

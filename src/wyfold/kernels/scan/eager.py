@@ -35,7 +35,7 @@ def scan(
         [n, HV, K, V] state leaving each sequence.
     """
     HV = S0.shape[1]
-    q, k, decay = from_start(inputs.q, factors.G), from_start(inputs.k, factors.G), across(factors.G)
+    q, k, decay = from_start(inputs.q, factors.G), from_start(inputs.erasing, factors.G), across(factors.G)
     out = torch.empty_like(inputs.v)
     S = ranked(S0, table)
     for first, count in zip(table.starts, table.columns, strict=True):

@@ -28,7 +28,7 @@ def scan_bwd(
         The border tensors, and dS0 [n, HV, K, V].
     """
     HV, (n, _, K), V = S0.shape[1], inputs.k.shape, inputs.v.shape[-1]
-    q, k, decay = from_start(inputs.q, factors.G), from_start(inputs.k, factors.G), across(factors.G)
+    q, k, decay = from_start(inputs.q, factors.G), from_start(inputs.erasing, factors.G), across(factors.G)
     states, gradients = inputs.v.new_empty(2, n, K, V)
     R, X = torch.empty_like(inputs.v), torch.bmm(factors.F.transpose(1, 2), do)
     columns = [

@@ -24,7 +24,7 @@ def segment_summary(inputs: Inputs, factors: ChunkFactors, S0: Tensor, table: Ch
         [n, HV, K, V + K] leaving [S | M].
     """
     HV, K = S0.shape[1:3]
-    k, decay = from_start(inputs.k, factors.G), across(factors.G)
+    k, decay = from_start(inputs.erasing, factors.G), across(factors.G)
     v = torch.nn.functional.pad(inputs.v, (0, K))
     S = ranked(S0, table)
     for first, count in zip(table.starts, table.columns, strict=True):
@@ -48,7 +48,7 @@ def segment_summary_bwd(inputs: Inputs, factors: ChunkFactors, do: Tensor, dST: 
         [n, HV, K, V].
     """
     HV = dST.shape[1]
-    q, k, decay = from_start(inputs.q, factors.G), from_start(inputs.k, factors.G), across(factors.G)
+    q, k, decay = from_start(inputs.q, factors.G), from_start(inputs.erasing, factors.G), across(factors.G)
     X = torch.bmm(factors.F.transpose(1, 2), do)
     dS = ranked(dST, table)
     for first, count in reversed(list(zip(table.starts, table.columns, strict=True))):

@@ -94,7 +94,7 @@ def key_sum(b_x, V_FIRST: tl.constexpr):
 
 
 @triton.jit
-def token_step(b_S, decay, b_q, b_k, b_v, beta, V_FIRST: tl.constexpr):
+def token_step(b_S, decay, b_q, b_k, b_v, beta, erases, V_FIRST: tl.constexpr):
     """One token of the recurrence: decay, correct, read.
 
         S^T <- decay S^T        y = beta (v - S^T k)        o = S^T q + (q.k) y        S^T <- S^T + y k^T
@@ -107,6 +107,7 @@ def token_step(b_S, decay, b_q, b_k, b_v, beta, V_FIRST: tl.constexpr):
         b_q, b_k: [BK] float32.
         b_v: [BV] float32.
         beta: One number.
+        erases: 1, or 0 for y = beta v.
         V_FIRST: The state is stored as [V, K].
 
     Returns:
@@ -116,32 +117,32 @@ def token_step(b_S, decay, b_q, b_k, b_v, beta, V_FIRST: tl.constexpr):
     b_S = b_S * decay
     qk = vector_sum(b_q * b_k)
     b_Sq = key_sum(b_S * b_q[None, :], V_FIRST)
-    b_y = (b_v - key_sum(b_S * b_k[None, :], V_FIRST)) * beta
+    b_y = (b_v - erases * key_sum(b_S * b_k[None, :], V_FIRST)) * beta
     return tl.fma(b_y[:, None], b_k[None, :], b_S), tl.fma(b_y, qk, b_Sq)
 
 
 @triton.jit
-def token_step_bwd(b_S, b_dS, b_q, b_k, b_v, b_do, beta):
+def token_step_bwd(b_S, b_dS, b_q, b_k, b_v, b_do, beta, erases):
     """Adjoint of `token_step` on one tile of value rows; sums over value rows cover this tile only.
 
     Args:
         b_S: [BV, BK] state, decayed, before the token's write.
         b_dS: [BV, BK] gradient of the state leaving the token.
-        b_q, b_k, b_v, beta: As given to `token_step`.
+        b_q, b_k, b_v, beta, erases: As given to `token_step`.
         b_do: [BV] gradient of the output, times scale.
 
     Returns:
         Gradients of the decayed state [BV, BK], of q and k [BK], of v [BV] and of beta; and the sum of S dS over value
         rows [BK], from which a gate's gradient follows.
     """
-    b_e = b_v - tl.sum(b_S * b_k[None, :], axis=1)
+    b_e = b_v - erases * tl.sum(b_S * b_k[None, :], axis=1)
     b_y = b_e * beta
     b_dS = tl.fma(b_do[:, None], b_q[None, :], b_dS)
     b_dq = tl.fma(b_k, tl.sum(b_y * b_do, axis=0), tl.sum(b_S * b_do[:, None], axis=0))
     b_dn = tl.sum(b_dS * b_k[None, :], axis=1)
     b_de = b_dn * beta
-    b_dk = tl.sum(b_dS * b_y[:, None] - b_S * b_de[:, None], axis=0)
-    b_dS = tl.fma(b_de[:, None], b_k[None, :] * -1.0, b_dS)
+    b_dk = tl.sum(b_dS * b_y[:, None] - b_S * (erases * b_de)[:, None], axis=0)
+    b_dS = tl.fma(b_de[:, None], b_k[None, :] * -erases, b_dS)
     return b_dS, b_dq, b_dk, b_de, tl.sum(b_dn * b_e, axis=0), tl.sum(b_S * b_dS, axis=0)
 
 

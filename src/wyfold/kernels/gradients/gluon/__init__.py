@@ -138,6 +138,7 @@ def gradients(
         options.lower_bound,
         options.clamp or FLOOR,
         options.beta_most,
+        options.unit * float(options.erases),
         HV=HV,
         K=K,
         V=V,
@@ -225,7 +226,9 @@ class Smem(NamedTuple):
     states_ready: Any
 
 
-@gluon.jit(do_not_specialize=["N", "T", "per_sequence", "scale", "unit", "lower_bound", "clamp", "beta_most"])
+@gluon.jit(
+    do_not_specialize=["N", "T", "per_sequence", "scale", "unit", "lower_bound", "clamp", "beta_most", "erased_unit"]
+)
 def wyfold_gradients_gluon(
     x_q,
     x_k,
@@ -269,6 +272,7 @@ def wyfold_gradients_gluon(
     lower_bound,
     clamp,
     beta_most,
+    erased_unit,
     HV: gl.constexpr,
     K: gl.constexpr,
     V: gl.constexpr,
@@ -281,7 +285,10 @@ def wyfold_gradients_gluon(
     NORM: gl.constexpr,
     LOGIT: gl.constexpr,
 ):
-    """One program computes a chunk of one head: first the gradients of the grams, then K in two halves."""
+    """One program computes a chunk of one head: first the gradients of the grams, then K in two halves.
+
+    erased_unit: As of the Triton kernel.
+    """
     BK: gl.constexpr = K // 2
     LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BT, 16])
     LV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, V, 16])
@@ -347,7 +354,7 @@ def wyfold_gradients_gluon(
     beta_r, beta_c = numbers.slice(0, BT).load(ROW), numbers.slice(0, BT).load(COL)
     zero_acc = gl.zeros([BT, BT], gl.float32, LC)
     weight = zero_acc + beta_c[None, :]
-    scale_q, scale_k, scale_w = gl.full([BT], scale, gl.float32, ROW), -beta_r * unit, beta_r * unit
+    scale_q, scale_k, scale_w = gl.full([BT], scale, gl.float32, ROW), -beta_r * erased_unit, beta_r * unit
     total = 1.0
     if SCALAR:
         G_r, G_c = numbers.slice(BT, BT).load(ROW), numbers.slice(BT, BT).load(COL)
@@ -389,7 +396,7 @@ def wyfold_gradients_gluon(
         if LOGIT:
             dbeta = sigmoid_bwd(load_scalars(p_beta, s_beta, coords, o_r), dbeta) * beta_most
         store_scalars(p_dbeta, s_dbeta, coords, o_r, dbeta)
-    dJ = gl.where(o_r[:, None] > o_c[None, :], dJ * weight * -(beta_r * unit * r_k)[:, None], 0.0)
+    dJ = gl.where(o_r[:, None] > o_c[None, :], dJ * weight * -(beta_r * erased_unit * r_k)[:, None], 0.0)
     dP = gl.where(o_r[:, None] >= o_c[None, :], dP * weight * (scale * r_q)[:, None], 0.0)
     J_operand, P_operand = dJ.to(X.dtype), dP.to(X.dtype)
     opaque_zero = (gl.minimum(T, 0) - gl.minimum(per_sequence, 0)).to(gl.int32)

@@ -161,6 +161,7 @@ def gradients(
         options.lower_bound,
         options.clamp or FLOOR,
         options.beta_most,
+        options.unit * float(options.erases),
         HV=HV,
         K=K,
         V=V,
@@ -244,7 +245,9 @@ class Gate(NamedTuple):
     clamp: Any
 
 
-@gluon.jit(do_not_specialize=["N", "T", "per_sequence", "scale", "unit", "lower_bound", "clamp", "beta_most"])
+@gluon.jit(
+    do_not_specialize=["N", "T", "per_sequence", "scale", "unit", "lower_bound", "clamp", "beta_most", "erased_unit"]
+)
 def wyfold_gradients_channel_gluon(
     x_q,
     x_k,
@@ -294,6 +297,7 @@ def wyfold_gradients_channel_gluon(
     lower_bound,
     clamp,
     beta_most,
+    erased_unit,
     HV: gl.constexpr,
     K: gl.constexpr,
     V: gl.constexpr,
@@ -305,7 +309,7 @@ def wyfold_gradients_channel_gluon(
     NORM: gl.constexpr,
     LOGIT: gl.constexpr,
 ):
-    """One program computes a chunk of one head, for half of its channels."""
+    """One program computes a chunk of one head, for half of its channels. erased_unit: As of the Triton kernel."""
     BK: gl.constexpr = K // 2
     # An activation unrolled for all tokens exceeds the instruction cache and is fetched again for every chunk.
     ROLLED: gl.constexpr = ACTIVATION != "given" and x_g.dtype == gl.bfloat16
@@ -422,10 +426,11 @@ def wyfold_gradients_channel_gluon(
                 dbeta = sigmoid_bwd(load_scalars(p_beta, s_beta, coords, o_r), dbeta) * beta_most
             store_scalars(p_dbeta, s_dbeta, coords, o_r, dbeta)
     read, written = gl.full([BT], scale, gl.float32, gl.SliceLayout(0, LC)), beta_c * unit
-    dP, dJ = dP * (scale * beta_c)[None, :], dJ * (beta_c[None, :] * (-beta_r * unit)[:, None])
+    erased = beta_c * erased_unit
+    dP, dJ = dP * (scale * beta_c)[None, :], dJ * (beta_c[None, :] * (-beta_r * erased_unit)[:, None])
     if NORM:
         r_c = norms_k.load(gl.SliceLayout(0, LC))
-        read, written = read * norms_q.load(gl.SliceLayout(0, LC)), written * r_c
+        read, written, erased = read * norms_q.load(gl.SliceLayout(0, LC)), written * r_c, erased * r_c
         dP = dP * r_c[None, :] * norms_q.load(gl.SliceLayout(1, LC))[:, None]
         dJ = dJ * r_c[None, :] * norms_k.load(gl.SliceLayout(1, LC))[:, None]
     near_P, near_J = _own_sub_chunk_columns(dP, o_r), _own_sub_chunk_columns(dJ, o_r)
@@ -453,7 +458,7 @@ def wyfold_gradients_channel_gluon(
     barrier()
     # Accumulators of the quarters, [BK, 16] each; so far they hold the gradients through the states.
     dq0, dq1, dq2, dq3 = _split4_columns(dq * read[None, :], L)
-    dk0, dk1, dk2, dk3 = _split4_columns(dk * -written[None, :], L)
+    dk0, dk1, dk2, dk3 = _split4_columns(dk * -erased[None, :], L)
     dw0, dw1, dw2, dw3 = _split4_columns(dw * written[None, :], L)
 
     # Decays, in the shared memory of the states.

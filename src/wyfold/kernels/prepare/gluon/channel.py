@@ -160,6 +160,7 @@ def prepare(
         options.lower_bound,
         options.clamp or FLOOR,
         options.beta_most,
+        float(options.erases),
         int(clear),
         int(found.W is not None),
         H=H,
@@ -191,9 +192,10 @@ def _gate_descriptor(x: Tensor | None, C: int) -> TmaDescriptor | None:
     return None if x is None or x.dtype not in ELEMENTS else token_descriptor(x, C, x.shape[3])
 
 
-@gluon.jit(
-    do_not_specialize=["N", "tiles", "T", "per_sequence", "lower_bound", "clamp", "beta_most", "clear", "with_w"]
-)
+NUMBERS = "N tiles T per_sequence lower_bound clamp beta_most erases clear with_w".split()
+
+
+@gluon.jit(do_not_specialize=NUMBERS)
 def wyfold_prepare_channel_gluon(
     x_q,
     x_k,
@@ -224,6 +226,7 @@ def wyfold_prepare_channel_gluon(
     lower_bound,
     clamp,
     beta_most,
+    erases,
     clear,
     with_w,
     H: gl.constexpr,
@@ -239,7 +242,10 @@ def wyfold_prepare_channel_gluon(
     NORM: gl.constexpr,
     LOGIT: gl.constexpr,
 ):
-    """One program computes a chunk of one value head, or loops over such tiles where every chunk is full."""
+    """One program computes a chunk of one value head, or loops over such tiles where every chunk is full.
+
+    erases: As of the Triton kernel.
+    """
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     HALF: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     SLIM: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
@@ -347,7 +353,7 @@ def wyfold_prepare_channel_gluon(
         safe_beta.store(nonzero)
         inverse_beta.store(1.0 / nonzero)
         p_row = p_rows + i_tile * (4 * BT) + o
-        gl.store(p_row, gl.full([BT], 1.0, gl.float32, ONE))
+        gl.store(p_row, gl.full([BT], erases, gl.float32, ONE))
         gl.store(p_row + BT, gl.full([BT], 1.0, gl.float32, ONE))
         gl.store(p_row + 2 * BT, gl.full([BT], 1.0, gl.float32, ONE))
         gl.store(p_row + 3 * BT, beta)
@@ -422,10 +428,10 @@ def wyfold_prepare_channel_gluon(
         block = (o_s // 16)[:, None]
         kk = gl.convert_layout(kk_own.reshape((BT, 16)), LB, assert_trivial=True)
         o_n = gl.arange(0, 16, layout=gl.SliceLayout(0, LB))
-        u_0 = _negative_U_columns(kk, kk, safe_beta, 0, LB)
-        u_1 = _negative_U_columns(kk, kk_1, safe_beta, 1, LB)
-        u_2 = _negative_U_columns(kk, kk_2, safe_beta, 2, LB)
-        u_3 = _negative_U_columns(kk, kk_3, safe_beta, 3, LB)
+        u_0 = _negative_U_columns(kk, kk, safe_beta, erases, 0, LB)
+        u_1 = _negative_U_columns(kk, kk_1, safe_beta, erases, 1, LB)
+        u_2 = _negative_U_columns(kk, kk_2, safe_beta, erases, 2, LB)
+        u_3 = _negative_U_columns(kk, kk_3, safe_beta, erases, 3, LB)
         own = gl.where(block == 0, u_0, gl.where(block == 1, u_1, gl.where(block == 2, u_2, u_3)))
         own = gl.where((o_s % 16)[:, None] < o_n[None, :], own, 0.0)
         reinterpret(near, gl.float32, [BT, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(own)
@@ -735,9 +741,9 @@ def _gram(near, later, j: gl.constexpr, LB: gl.constexpr):
 
 
 @gluon.jit
-def _negative_U_columns(near, later, safe_beta, j: gl.constexpr, LB: gl.constexpr):
+def _negative_U_columns(near, later, safe_beta, erases, j: gl.constexpr, LB: gl.constexpr):
     """16 columns of -U; valid where s < r."""
-    factor = safe_beta.slice(16 * j, 16).load(gl.SliceLayout(0, LB)) * -1.0
+    factor = safe_beta.slice(16 * j, 16).load(gl.SliceLayout(0, LB)) * -erases
     return _gram(near, later, j, LB) * factor[None, :]
 
 

@@ -130,6 +130,7 @@ def prepare(
         options.lower_bound,
         options.clamp or FLOOR,
         options.beta_most,
+        float(options.erases),
         int(clear),
         H=H,
         HV=HV,
@@ -169,7 +170,7 @@ class RowNumbers(NamedTuple):
     r_q: Any
 
 
-@gluon.jit(do_not_specialize=["N", "T", "per_sequence", "lower_bound", "clamp", "beta_most", "clear"])
+@gluon.jit(do_not_specialize=["N", "T", "per_sequence", "lower_bound", "clamp", "beta_most", "erases", "clear"])
 def wyfold_prepare_gluon(
     x_q,
     x_k,
@@ -198,6 +199,7 @@ def wyfold_prepare_gluon(
     lower_bound,
     clamp,
     beta_most,
+    erases,
     clear,
     H: gl.constexpr,
     HV: gl.constexpr,
@@ -214,7 +216,7 @@ def wyfold_prepare_gluon(
     NORM: gl.constexpr,
     LOGIT: gl.constexpr,
 ):
-    """One program computes the factors of a chunk of one value head."""
+    """One program computes the factors of a chunk of one value head. erases: As of the Triton kernel."""
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     HALF: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     SLIM: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
@@ -310,7 +312,9 @@ def wyfold_prepare_gluon(
         x = log_gate(x, p_A_log, p_dt_bias, i_hv, 0, lower_bound, clamp, GATE, ACTIVATION, K, K)
         numbers.G.store(gl.associative_scan(gl.where(o < rows, x, 0.0), 0, add))
     barrier()
-    _store_rows(p_rows, p_back, p_total, numbers, beta, i_tile, rows, x_FB is not None, FULL, SCALAR, NORM, BT, ONE)
+    _store_rows(
+        p_rows, p_back, p_total, numbers, beta, erases, i_tile, rows, x_FB is not None, FULL, SCALAR, NORM, BT, ONE
+    )  # fmt: skip
     kk, kq = warpgroup_mma_wait(0, deps=[kk, kq])
     barrier()
 
@@ -320,10 +324,10 @@ def wyfold_prepare_gluon(
     P = reinterpret(k, gl.bfloat16, [8, 16, BT], WIDE)
     kk_0, kk_1, kk_2, kk_3 = split4_columns(kk, BT, LB)
     kq_0, kq_1, kq_2, kq_3 = split4_columns(kq, BT, LB)
-    diagonal, u_3, p_3 = _weighted_columns(kk_3, kq_3, kk_3, numbers, rows, 3, FULL, SCALAR, NORM, BT, LB)
-    diagonal, u_2, p_2 = _weighted_columns(kk_2, kq_2, diagonal, numbers, rows, 2, FULL, SCALAR, NORM, BT, LB)
-    diagonal, u_1, p_1 = _weighted_columns(kk_1, kq_1, diagonal, numbers, rows, 1, FULL, SCALAR, NORM, BT, LB)
-    diagonal, _, p_0 = _weighted_columns(kk_0, kq_0, diagonal, numbers, rows, 0, FULL, SCALAR, NORM, BT, LB)
+    diagonal, u_3, p_3 = _weighted_columns(kk_3, kq_3, kk_3, numbers, erases, rows, 3, FULL, SCALAR, NORM, BT, LB)
+    diagonal, u_2, p_2 = _weighted_columns(kk_2, kq_2, diagonal, numbers, erases, rows, 2, FULL, SCALAR, NORM, BT, LB)
+    diagonal, u_1, p_1 = _weighted_columns(kk_1, kq_1, diagonal, numbers, erases, rows, 1, FULL, SCALAR, NORM, BT, LB)
+    diagonal, _, p_0 = _weighted_columns(kk_0, kq_0, diagonal, numbers, erases, rows, 0, FULL, SCALAR, NORM, BT, LB)
     U.store(concat4_columns(u_1, u_1, u_2, u_3))  # products do not read the first columns of -U
     PT.store(concat4_columns(p_0, p_1, p_2, p_3))
     o_s = gl.arange(0, BT, layout=ROW)
@@ -376,6 +380,7 @@ def _store_rows(
     p_total,
     numbers,
     beta,
+    erases,
     i_tile,
     rows,
     FORWARD: gl.constexpr,
@@ -400,6 +405,7 @@ def _store_rows(
         before, after = gl.exp(G), gl.exp(last - G)
         in_k, in_q, out = before * r_k, before * r_q, after * r_k
         total = gl.exp(last)
+    in_k = in_k * erases
     gl.store(p_total + i_tile, total)
     if p_back is not None:
         _store_row_numbers(p_back + i_tile * (4 * BT) + o, in_k, in_q, out, beta, BT)
@@ -423,6 +429,7 @@ def _weighted_columns(
     kq,
     diagonal,
     numbers,
+    erases,
     rows,
     j: gl.constexpr,
     FULL: gl.constexpr,
@@ -438,7 +445,7 @@ def _weighted_columns(
     """
     weight = _pair_weight(numbers, j, SCALAR, NORM, BT, LB)
     p = _P_columns(kq, weight, numbers, rows, j, FULL, NORM, BT, LB)
-    u = _negative_U_columns(kk, weight, numbers, rows, j, FULL, NORM, LB)
+    u = _negative_U_columns(kk, weight, numbers, erases, rows, j, FULL, NORM, LB)
     block = (gl.arange(0, BT, layout=gl.SliceLayout(1, LB)) // 16)[:, None]
     return gl.where(block == j, u, diagonal), bf16_pair(u), bf16_pair(p)
 
@@ -461,11 +468,11 @@ def _pair_weight(
 
 @gluon.jit
 def _negative_U_columns(
-    x, weight, numbers, rows, j: gl.constexpr, FULL: gl.constexpr, NORM: gl.constexpr, LB: gl.constexpr
+    x, weight, numbers, erases, rows, j: gl.constexpr, FULL: gl.constexpr, NORM: gl.constexpr, LB: gl.constexpr
 ):
     """16 columns of -U from products of keys; valid where s < r, zero where r is past the last token."""
     o_r = 16 * j + gl.arange(0, 16, layout=gl.SliceLayout(0, LB))
-    x = -(x * weight)
+    x = (x * weight) * -erases
     if NORM:
         x = x * numbers.r_k.slice(16 * j, 16).load(gl.SliceLayout(0, LB))[None, :]
     return x if FULL else gl.where((o_r < rows)[None, :], x, 0.0)

@@ -100,6 +100,7 @@ def recurrent_bwd(
         options.lower_bound,
         options.clamp or FLOOR,
         options.beta_most,
+        float(options.erases),
         H=H,
         HV=HV,
         K=K,
@@ -119,7 +120,7 @@ def recurrent_bwd(
     return partials
 
 
-@triton.jit(do_not_specialize=["N", "T", "tokens", "scale", "lower_bound", "clamp", "beta_most"])
+@triton.jit(do_not_specialize=["N", "T", "tokens", "scale", "lower_bound", "clamp", "beta_most", "erases"])
 def wyfold_recurrent_bwd_triton(
     p_q,
     s_q,
@@ -155,6 +156,7 @@ def wyfold_recurrent_bwd_triton(
     lower_bound,
     clamp,
     beta_most,
+    erases,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -223,7 +225,7 @@ def wyfold_recurrent_bwd_triton(
                 raw_q, raw_k, raw_v, x, raw_beta, rate, bias, lower_bound, clamp, beta_most,
                 GATE, ACTIVATION, NORM, LOGIT,
             )  # fmt: skip
-            b_S, _b_o = token_step(b_S, decay, b_q, b_k, b_v, beta, V_FIRST)
+            b_S, _b_o = token_step(b_S, decay, b_q, b_k, b_v, beta, erases, V_FIRST)
         tl.debug_barrier()  # other threads may load what a thread stored
         for i_run_back in range(tl.cdiv(end - begin, RUN)):
             i_run = tl.cdiv(end - begin, RUN) - 1 - i_run_back
@@ -240,7 +242,7 @@ def wyfold_recurrent_bwd_triton(
                     raw_q, raw_k, raw_v, x, raw_beta, rate, bias, lower_bound, clamp, beta_most,
                     GATE, ACTIVATION, NORM, LOGIT,
                 )  # fmt: skip
-                b_S, _b_o = token_step(b_S, decay, b_q, b_k, b_v, beta, V_FIRST)
+                b_S, _b_o = token_step(b_S, decay, b_q, b_k, b_v, beta, erases, V_FIRST)
             tl.debug_barrier()
             for i_token_back in range(last - first):
                 i = last - 1 - i_token_back
@@ -254,7 +256,7 @@ def wyfold_recurrent_bwd_triton(
                 )  # fmt: skip
                 b_do = load_token_row(p_do, s_do, b, t + i, i_hv, column, i < length, V, BV).to(tl.float32) * scale
                 b_S = tl.load(p_run + (i - first) * (BV * BK)) * decay
-                b_dS, b_dq, b_dk, b_dv, dbeta, b_SdS = token_step_bwd(b_S, b_dS, b_q, b_k, b_v, b_do, beta)
+                b_dS, b_dq, b_dk, b_dv, dbeta, b_SdS = token_step_bwd(b_S, b_dS, b_q, b_k, b_v, b_do, beta, erases)
                 i_row = (i_v * tokens + b * T + t + i) * HV + i_hv
                 tl.store(p_dq + i_row * K + o_k, b_dq, mask=o_k < K)
                 tl.store(p_dk + i_row * K + o_k, b_dk, mask=o_k < K)

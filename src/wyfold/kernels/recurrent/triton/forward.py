@@ -44,7 +44,7 @@ def recurrent(
         slots: Initial and final states; a head's state is contiguous.
         grid: The call's boundaries; its chunks are not used.
         options: Uses `scale`, `qk_l2norm`, `activation`, `lower_bound`, `clamp`, `beta_logit`, `beta_most`,
-            `state_v_first`.
+            `state_v_first`, `erases`.
         o: [B, T, HV, V] written, zero for tokens without a live slot; None to skip outputs.
         states: [rows, HV, K, V] or V-first, written with the state after every `every` tokens; None to skip.
         first_state: [N] int64 row in `states` of each sequence's first state.
@@ -100,6 +100,7 @@ def recurrent(
         options.lower_bound,
         options.clamp or FLOOR,
         options.beta_most,
+        float(options.erases),
         every,
         H=H,
         HV=HV,
@@ -118,7 +119,7 @@ def recurrent(
     )
 
 
-NUMBERS = "N T slots slots_left pad given columns scale lower_bound clamp beta_most every".split()
+NUMBERS = "N T slots slots_left pad given columns scale lower_bound clamp beta_most erases every".split()
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -161,6 +162,7 @@ def wyfold_recurrent_triton(
     lower_bound,
     clamp,
     beta_most,
+    erases,
     every,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -223,7 +225,7 @@ def wyfold_recurrent_triton(
             p_q, s_q, p_k, s_k, p_v, s_v, p_g, s_g, p_beta, s_beta, b, t + i + 1, i_h, i_hv, column, i + 1 < length,
             K, V, BK, BV, GATE,
         )  # fmt: skip
-        b_S, b_o = token_step(b_S, decay, b_q, b_k, b_v, beta, V_FIRST)
+        b_S, b_o = token_step(b_S, decay, b_q, b_k, b_v, beta, erases, V_FIRST)
         if p_o is not None:
             store_token_row(p_o, s_o, b, t + i, i_hv, column, b_o * scale, V, BV)
         if p_states is not None:

@@ -1,0 +1,142 @@
+"""Gated linear attention layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from wyfold.context_parallel.context import ContextParallel
+from wyfold.kernels import table
+from wyfold.layers.cache import LayerCache, sequences
+from wyfold.layers.delta_net import RECURRENT_TOKENS, grouped_heads
+from wyfold.layers.norm import GatedRMSNorm
+from wyfold.ops.gla import WIDEST, chunk_gla, fused_recurrent_gla
+from wyfold.runtime import check
+from wyfold.runtime.layout import SequenceLayout
+
+
+class GatedLinearAttention(nn.Module):
+    """Gated linear attention layer: a decay per key channel, and writes that are added.
+
+        q, k, v = W_qkv x,   g = logsigmoid(W_decay2 W_decay1 x + b_decay) / 16
+        y = W_o (rms_norm(gla(q, k, v, g)) * silu(W_gate x))
+
+    Args:
+        hidden_size: Width of x.
+        num_heads: H, query and key heads.
+        num_v_heads: HV, value heads, a multiple of H. None: H.
+        head_dim: K, width of a query and key: a multiple of 8 from 8 to 256.
+        head_v_dim: V, width of a value: a multiple of 8 from 8 to 512. None: K. The paper's is 2 K.
+        decay_rank: Inner width of the projection of the decays.
+        decay_normalizer: Divisor of the log decays, 16 in the paper.
+        norm_eps: eps of the output norm.
+        backend: Backend of every operator in the layer. None: the best available one, which on CUDA is never "eager".
+
+    Raises:
+        TypeError: An argument has the wrong Python type.
+        ValueError: A size is not supported by the operator.
+
+    Source:
+        GLA, arXiv:2312.06635, section 4.
+
+    Examples:
+        >>> import torch
+        >>> from wyfold.layers import GatedLinearAttention
+        >>> layer = GatedLinearAttention(hidden_size=32, num_heads=2, head_dim=16, head_v_dim=32)
+        >>> layer(torch.randn(1, 5, 32)).shape
+        torch.Size([1, 5, 32])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_v_heads: int | None = None,
+        head_dim: int = 128,
+        head_v_dim: int | None = None,
+        *,
+        decay_rank: int = 16,
+        decay_normalizer: float = 16.0,
+        norm_eps: float = 1e-6,
+        backend: str | None = None,
+    ):
+        super().__init__()
+        name = "GatedLinearAttention"
+        self.hidden_size = check.integer(name, "hidden_size", hidden_size, least=1)
+        self.num_heads, self.num_v_heads = grouped_heads(name, num_heads, num_v_heads)
+        self.head_dim = head_dim
+        self.head_v_dim = head_dim if head_v_dim is None else head_v_dim
+        check.width(name, "K", "head_dim", check.integer(name, "head_dim", head_dim, least=1))
+        V = check.integer(name, "head_v_dim", self.head_v_dim, least=1)
+        check.width(name, "V", "head_v_dim", V, most=WIDEST)
+        check.integer(name, "decay_rank", decay_rank, least=1)
+        self.decay_normalizer = check.number(name, "decay_normalizer", decay_normalizer)
+        if self.decay_normalizer <= 0:
+            raise ValueError(f"{name}: decay_normalizer must be above 0, got {decay_normalizer}")
+        check.choice(name, "backend", backend, (None, *table.BACKENDS))
+        self.backend = backend
+        keys, values = self.num_heads * self.head_dim, self.num_v_heads * self.head_v_dim
+        self.channels = [keys, keys, values]  # of q, k and v
+        self.qkv = nn.Linear(hidden_size, sum(self.channels), bias=False)
+        self.decay_down = nn.Linear(hidden_size, decay_rank, bias=False)
+        self.decay_up = nn.Linear(decay_rank, self.num_v_heads * self.head_dim)
+        self.gate = nn.Linear(hidden_size, values, bias=False)
+        self.norm = GatedRMSNorm(self.head_v_dim, eps=norm_eps, backend=backend)
+        self.out = nn.Linear(values, hidden_size, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        layout: SequenceLayout | None = None,
+        cache: LayerCache | None = None,
+        cp_context: ContextParallel | None = None,
+    ) -> Tensor:
+        """Mix each sequence over time.
+
+        Args:
+            x: [B, T, hidden_size].
+            layout: Boundaries of packed sequences, for which B is 1. No information crosses a boundary.
+            cache: `LayerCache` with "state" [N, HV, K, V]; the call continues from it and replaces it. An empty cache
+                starts new sequences.
+            cp_context: From `wyfold.cp.build_cp_context`, instead of layout and cache. x is this rank's shard of the
+                tokens; sequences cross ranks. Each rank gets its partial gradient of every parameter.
+
+        Returns:
+            y: [B, T, hidden_size], dtype of x. Exact zeros past the last boundary.
+
+        Raises:
+            TypeError: x has another dtype than the parameters outside autocast, or cache is not a `LayerCache`.
+            ValueError: x, layout and cache do not fit together.
+        """
+        sequences("GatedLinearAttention", x, self.hidden_size, self.qkv, layout, cache, ("state",), cp_context)
+        q, k, v = self.qkv(x).split(self.channels, dim=-1)
+        q, k = (rows.unflatten(-1, (self.num_heads, self.head_dim)) for rows in (q, k))
+        v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
+        state = None if cache is None else cache.get("state")
+        rule: Any = chunk_gla if cache is None or x.shape[1] > RECURRENT_TOKENS else fused_recurrent_gla
+        across = {} if cp_context is None else {"cp_context": cp_context}  # the recurrent form has no such argument
+        o, state = rule(
+            q,
+            k,
+            v,
+            self._log_decays(x),
+            initial_state=state,
+            output_final_state=cache is not None,
+            state_dtype=None if state is None else state.dtype,
+            cu_seqlens=layout,
+            backend=self.backend,
+            **across,
+        )
+        if cache is not None:
+            cache["state"] = state
+        y: Tensor = self.out(self.norm(o, self.gate(x).view_as(o)).flatten(2))
+        return y
+
+    def _log_decays(self, x: Tensor) -> Tensor:
+        """[B, T, HV, K] log decays, computed in float32 or wider."""
+        raw = self.decay_up(self.decay_down(x)).unflatten(-1, (self.num_v_heads, self.head_dim))
+        return F.logsigmoid(raw.to(torch.promote_types(raw.dtype, torch.float32))) / self.decay_normalizer

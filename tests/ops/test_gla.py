@@ -1,0 +1,213 @@
+"""GLA against the token loop, and its promises: packed = separate, causal, repeatable, split, strided, bit for bit."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+import wyfold
+from wyfold import reference
+from wyfold.reference import inputs
+from wyfold.reference.shapes import Shape
+from wyfold.runtime import segment_rule
+
+F64 = torch.float64
+FORMS = {"chunk": wyfold.chunk_gla, "recurrent": wyfold.fused_recurrent_gla}
+KINDS = ("channel", "scalar", "none")
+GATES = ("zero", "-1e-3", "-1", "-88", "reset one", "reset all", "alternating", "any")
+PER_TOKEN = ("q", "k", "v", "g", "gv")
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest):
+    return FORMS[request.param]
+
+
+def drawn(kind: str, shape: Shape, gate: str = "weak", **more: Any) -> dict[str, Any]:
+    """Arguments with keys of any length, and a gate of a kind."""
+    rule = {"channel": "gla", "scalar": "gated_delta_rule", "none": "delta_rule"}[kind]
+    a = inputs.draw("random", rule, shape, gate=gate, state="normal", **{"dtype": F64} | more)
+    a.pop("beta", None)
+    a["k"] = 5 * a["k"]
+    return a | {"output_final_state": True}
+
+
+def agree(float64_bounds, got: dict, truth: dict) -> None:
+    assert got.keys() == truth.keys()
+    for name, x in truth.items():
+        (float64_bounds.gradient if name.startswith("d") else float64_bounds.output)(name, got[name], x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_length(kind: str, form, results, float64_bounds):
+    for T in range(1 + KINDS.index(kind), 131, 3):
+        a = drawn(kind, Shape(1, T, 1, 2, 8, 16), seed=T)
+        agree(float64_bounds, results(form, a), results(reference.gla, a))
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_gates_packed_with_empty_and_short_sequences(kind: str, gate: str, form, results, float64_bounds):
+    cu = torch.tensor([0, 33, 33, 34, 82])
+    a = drawn(kind, Shape(1, 90, 2, 4, 16, 8), gate, sequences=4) | {"cu_seqlens": cu}
+    agree(float64_bounds, results(form, a), results(reference.gla, a))
+
+
+@pytest.mark.parametrize("size", [16, 32, 64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunk_sizes_layouts_states_and_kept_factors(kind: str, size: int, results, float64_bounds):
+    a = drawn(kind, Shape(2, 150, 1, 2, 8, 24)) | {"scale": 0.3, "state_v_first": True}
+    a["initial_state"] = a["initial_state"].mT.contiguous()
+    every = {"return_intermediate_states": True, "checkpoint_every": 64}
+    truth = results(reference.gla, a, **every)
+    got = results(wyfold.chunk_gla, a, chunk_size=size, **every)
+    agree(float64_bounds, got, truth)
+    kept = results(wyfold.chunk_gla, a, chunk_size=size, disable_recompute=True, **every)
+    assert all(torch.equal(kept[name], x) for name, x in got.items())
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_segments(packed: bool, results, float64_bounds):
+    a = drawn("channel", Shape(1, 200, 1, 2, 8, 16), "any", sequences=3 if packed else None)
+    if packed:
+        a["cu_seqlens"] = torch.tensor([0, 150, 150, 190])
+    with segment_rule.forced(3):
+        assert wyfold.explain(wyfold.chunk_gla, **a, chunk_size=16).segments > 1
+        got = results(wyfold.chunk_gla, a, chunk_size=16)
+    agree(float64_bounds, got, results(reference.gla, a))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("v_first", [False, True])
+def test_decays_of_value_channels(kind: str, v_first: bool, results, float64_bounds):
+    a = drawn(kind, Shape(1, 20, 1, 2, 16, 8), sequences=3) | {"cu_seqlens": torch.tensor([0, 7, 7, 18])}
+    a["gv"] = inputs.draw("random", "gla", Shape(1, 20, 1, 2, 8, 8), gate="any", dtype=F64, seed=1)["g"]
+    if v_first:
+        a |= {"state_v_first": True, "initial_state": a["initial_state"].mT.contiguous()}
+    every = {"return_intermediate_states": True, "checkpoint_every": 5}
+    agree(float64_bounds, results(wyfold.fused_recurrent_gla, a, **every), results(reference.gla, a, **every))
+
+
+@pytest.mark.parametrize("V", [264, 296, 512])
+def test_wide_values(V: int, form, results, float64_bounds):
+    a = drawn("channel", Shape(1, 35, 1, 2, 8, V))
+    agree(float64_bounds, results(form, a), results(reference.gla, a))
+
+
+def test_lightning_is_a_constant_gate(results, float64_bounds):
+    a = drawn("none", Shape(2, 50, 4, 4, 8, 8))
+    slopes = -8 / 4 * (1 - 3 / 12) * torch.arange(4, dtype=F64)
+    a["g"] = slopes.expand(2, 50, 4)
+    got, truth = (results(op, a, ["q", "k", "v"]) for op in (wyfold.chunk_gla, reference.gla))
+    agree(float64_bounds, got, truth)
+
+
+def test_a_16_bit_gate_is_summed_in_float32(form):
+    """The gate's dtype decides its input values only: the same values in float32 give the same bits."""
+    a = drawn("channel", Shape(1, 70, 1, 2, 16, 16), dtype=torch.float32)
+    low = a["g"].bfloat16()
+    (o, S), (wide, W) = (form(**a | {"g": g}) for g in (low, low.float()))
+    assert torch.equal(o, wide) and torch.equal(S, W)
+
+
+def test_equal_channels_are_simple_gla(form, results, float64_bounds):
+    a = drawn("scalar", Shape(2, 50, 1, 2, 8, 16))
+    channels = a | {"g": a["g"][..., None].expand(-1, -1, -1, 8)}
+    got = results(form, channels)
+    agree(float64_bounds, got | {"dg": got["dg"].sum(-1)}, results(form, a))
+
+
+# --- bitwise promises ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_is_separate_and_repeats(kind: str, dtype: torch.dtype, form, results):
+    lengths = [17, 0, 33, 1]
+    total, borders = sum(lengths), [0, 17, 17, 50, 51]
+    a = drawn(kind, Shape(1, total + 4, 1, 2, 24, 16), "any", sequences=4, dtype=dtype)
+    fed = {"o": inputs.incoming(a["v"], 1), "state": inputs.incoming(a["initial_state"], 2)}
+    for x in (*(a[name] for name in PER_TOKEN if name in a), fed["o"]):
+        x[:, total:] = torch.nan
+    packed, again = (results(form, a, None, fed, cu_seqlens=torch.tensor(borders)) for _ in range(2))
+    assert all(torch.equal(again[name], x) for name, x in packed.items())
+    for n, (begin, end) in enumerate(pairwise(borders)):
+        alone = {name: x[:, begin:end] if name in PER_TOKEN else x for name, x in a.items()}
+        alone["initial_state"] = a["initial_state"][n : n + 1]
+        got = results(form, alone, None, {"o": fed["o"][:, begin:end], "state": fed["state"][n : n + 1]})
+        for name, x in got.items():
+            mine = packed[name][n : n + 1] if "state" in name else packed[name][:, begin:end]
+            assert torch.equal(mine, x), (name, n)
+    assert not packed["o"][:, total:].any() and not packed["dk"][:, total:].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_past_does_not_depend_on_the_future(kind: str, form, results):
+    a, t = drawn(kind, Shape(1, 70, 1, 2, 16, 8), "any", dtype=torch.float32), 37
+    other = drawn(kind, Shape(1, 70, 1, 2, 16, 8), dtype=torch.float32, seed=1)
+    fed = {"o": inputs.incoming(a["v"], 1)}
+    fed["o"][:, t:] = 0
+    future = {name: torch.cat([x[:, :t], other[name][:, t:]], 1) if name in PER_TOKEN else x for name, x in a.items()}
+    truth, got = (results(form, x, None, fed) for x in (a, future))
+    for name in ("o", *(f"d{name}" for name in PER_TOKEN if name in a)):
+        assert torch.equal(got[name][:, :t], truth[name][:, :t]), name
+    assert torch.equal(got["dinitial_state"], truth["dinitial_state"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_split_at_a_chunk_is_whole(kind: str, form, results):
+    a = drawn(kind, Shape(2, 90, 1, 2, 8, 16), dtype=torch.float32)
+    whole, leaves, parts = results(form, a), {}, []
+    leaves = {name: x.detach().requires_grad_() for name, x in a.items() if isinstance(x, torch.Tensor)}
+    state = leaves["initial_state"]
+    for begin, end in ((0, 16), (16, 64), (64, 90)):
+        piece = {name: x[:, begin:end] for name, x in leaves.items() if name in PER_TOKEN}
+        o, state = form(**piece, initial_state=state, output_final_state=True)
+        parts.append(o)
+    o = torch.cat(parts, 1)
+    assert torch.equal(o, whole["o"]) and torch.equal(state, whole["state"])
+    found = torch.autograd.grad([o, state], list(leaves.values()), [inputs.incoming(o, 0), inputs.incoming(state, 1)])
+    assert all(torch.equal(dx, whole[f"d{name}"]) for name, dx in zip(leaves, found))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_strides_change_no_bit(kind: str, form, results):
+    a = drawn(kind, Shape(2, 40, 1, 2, 16, 8), dtype=torch.float32)
+    strided = {
+        name: x.transpose(1, 2).contiguous().transpose(1, 2) if isinstance(x, torch.Tensor) else x
+        for name, x in a.items()
+    }
+    got, truth = results(form, strided), results(form, a)
+    assert all(torch.equal(got[name], x) for name, x in truth.items())
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"g": (1, 20, 2, 16)}, r"g must be \[B, T, HV, K\]"),
+        ({"g": (1, 20)}, r"g must have 4 dimensions, \[B, T, HV, K\]"),
+        ({"v": (1, 20, 2, 520)}, "v must have width V a multiple of 8 from 8 to 512, got 520"),
+        ({"initial_state": (1, 2, 16, 8)}, r"initial_state must be \[N, HV, K, V\]"),
+        ({"v": (1, 20, 2, 264), "initial_state": (1, 2, 8, 256)}, r"initial_state must be \[N, HV, K, V\]"),
+    ],
+)
+def test_wrong_shapes(change: dict, message: str, form):
+    a = {name: torch.zeros(1, 20, 2, 8) for name in "qkvg"}
+    for name, size in change.items():
+        a[name] = torch.zeros(size)
+    with pytest.raises(ValueError, match=f"^{form.__name__}: {message}"):
+        form(**a)
+
+
+def test_wrong_decays_of_values():
+    a = {name: torch.zeros(1, 20, 2, 8) for name in "qkvg"}
+    with pytest.raises(ValueError, match=r"^fused_recurrent_gla: gv must be \[B, T, HV, V\]"):
+        wyfold.fused_recurrent_gla(**a, gv=torch.zeros(1, 20, 2, 16))
+    with pytest.raises(ValueError, match=r"^fused_recurrent_gla: gv must be float"):
+        wyfold.fused_recurrent_gla(**a, gv=torch.zeros(1, 20, 2, 8, dtype=torch.int64))
+    with wyfold.checked(), pytest.raises(ValueError, match=r"^chunk_gla: g must be <= 0"):
+        wyfold.chunk_gla(**a | {"g": torch.ones(1, 20, 2, 8)})
