@@ -35,6 +35,15 @@ def test_every_gate(name: str, gate: str, results, float64_bounds):
     agree(float64_bounds, results(op, a), results(loop, a))
 
 
+@pytest.mark.parametrize("name", GATED)
+def test_the_gate_of_a_reset_has_a_gradient_of_exactly_zero(name: str, results):
+    op, _, rule = OPERATORS[name]
+    a = inputs.draw("random", rule, Shape(1, 40, 2, 2, 16, 8), gate="reset one", state="normal")
+    gate = {"dplr_delta_rule": "gk", "gdn2": "g", "comba": "g"}.get(rule, "w")
+    dg = results(op, a)[f"d{gate}"]
+    assert not dg[:, 20].any() and dg[:, 19].any() and dg[:, 21].any()
+
+
 @pytest.mark.parametrize("name", OPERATORS)
 def test_packed(name: str, results, float64_bounds):
     op, loop, rule = OPERATORS[name]

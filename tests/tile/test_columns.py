@@ -10,14 +10,13 @@ from wyfold.tile.columns.eager import (
     columns,
     columns_bwd,
     early,
-    erasing_gram,
-    erasing_gram_bwd,
     late,
-    query_gram_bwd,
+    pair_grams,
+    pair_grams_bwd,
     read_from_start,
     reads_before,
 )
-from wyfold.tile.decay.eager import decayed_grams, running_sum
+from wyfold.tile.decay.eager import running_sum
 
 N, C, K, V = 2, 16, 8, 6
 GATES = {"none": 0, "scalar": 1, "channel": K}
@@ -103,44 +102,33 @@ def defined_gram(a: Tensor, column: Tensor, g: Tensor | None, before: bool) -> t
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("steep", [0.1, 80.0])
 @pytest.mark.parametrize("kind", GATES)
-def test_erasing_gram_and_its_adjoint(kind: str, steep: float, before: bool, float64_bounds):
-    a, column, g = normal(N, C, K), normal(N, C, K), gate_of(kind, steep)
-    leaves = [x.requires_grad_() for x in (a, column, g) if x is not None]
-    truth, rows = defined_gram(a, column, g, before)
-    G = running_sum(g)
+def test_pair_grams_and_their_adjoint(kind: str, steep: float, before: bool, float64_bounds):
+    a, q, column, g = normal(N, C, K), normal(N, C, K), normal(N, C, K), gate_of(kind, steep)
+    leaves = [x.requires_grad_() for x in (a, q, column, g) if x is not None]
+    A, rows = defined_gram(a, column, g, before)
+    P = defined_gram(q, column, g, before=False)[0] + torch.diag_embed((q * column).sum(-1))
+    dgrams, G = (normal(N, C, C).tril(-1), normal(N, C, C).tril()), running_sum(g)
     with torch.no_grad():
-        gram = erasing_gram(a, column, G, before=before)
-        float64_bounds.output("gram", gram, truth.detach())
+        grams = pair_grams(a, q, column, G, before=before)
+        float64_bounds.output("A", grams[0], A.detach())
+        float64_bounds.output("P", grams[1], P.detach())
         float64_bounds.output("rows", read_from_start(a, G, before=before), rows.detach())
-        dgram = normal(N, C, C).tril(-1)
-        found = erasing_gram_bwd(a, column, G, gram, dgram, before=before)
-    for name, got, dx in zip(("da", "dcolumn", "dg"), found, torch.autograd.grad(truth, leaves, dgram), strict=False):
-        float64_bounds.gradient(name, got, dx)
-
-
-@pytest.mark.parametrize("kind", GATES)
-def test_query_gram_bwd(kind: str, float64_bounds):
-    q, column, g = normal(N, C, K), normal(N, C, K), gate_of(kind, 0.1)
-    leaves = [x.requires_grad_() for x in (q, column, g) if x is not None]
-    diagonal = torch.diag_embed((q * column).sum(-1))
-    truth = defined_gram(q, column, g, before=False)[0] + diagonal
-    dP, G = normal(N, C, C).tril(), running_sum(g)
-    with torch.no_grad():
-        P = decayed_grams(q, column, G)[1]
-        found = query_gram_bwd(q, column, G, P, dP)
-    float64_bounds.output("P", P, truth.detach())
-    for name, got, dx in zip(("dq", "dcolumn", "dg"), found, torch.autograd.grad(truth, leaves, dP), strict=False):
-        float64_bounds.gradient(name, got, dx)
+        found = pair_grams_bwd(a, q, column, G, grams, dgrams, before=before)
+    for name, got, dx in zip(found._fields, found, torch.autograd.grad((A, P), leaves, dgrams), strict=False):
+        float64_bounds.gradient(f"d{name}", got, dx)
+    assert (found.g is None) == (kind == "none")
 
 
 @pytest.mark.parametrize("kind", GATES)
 def test_rows_do_not_depend_on_later_rows(kind: str):
-    a, column, g = normal(N, C, K), normal(N, C, K), gate_of(kind, 1.0)
+    given = [x for x in (normal(N, C, K), normal(N, C, K), normal(N, C, K), gate_of(kind, 1.0)) if x is not None]
+
+    def grams(a: Tensor, q: Tensor, column: Tensor, g: Tensor | None = None, *, before: bool) -> tuple[Tensor, Tensor]:
+        return pair_grams(a, q, column, running_sum(g), before=before)
+
     for before in (True, False):
-        whole = erasing_gram(a, column, running_sum(g), before=before)
-        for x in (a, column, g):
-            if x is not None:
-                later = [torch.cat([y[:, :9], torch.randn_like(y[:, 9:]).abs().neg()], 1) if y is x else y
-                         for y in (a, column, g) if y is not None]  # fmt: skip
-                G = running_sum(later[2]) if g is not None else None
-                assert torch.equal(erasing_gram(*later[:2], G, before=before)[:, :9], whole[:, :9])
+        whole = grams(*given, before=before)
+        for changed in range(len(given)):
+            later = list(given)
+            later[changed] = torch.cat([given[changed][:, :9], -torch.rand_like(given[changed][:, 9:])], 1)
+            assert all(torch.equal(x[:, :9], y[:, :9]) for x, y in zip(grams(*later, before=before), whole))

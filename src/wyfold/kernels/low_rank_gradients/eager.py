@@ -8,14 +8,7 @@ from torch import Tensor
 from wyfold.kernels.records import GradientOutputs, LowRankBorders, LowRankFactors, LowRankGradients, LowRankInputs
 from wyfold.runtime.chunk_layout import ChunkTable
 from wyfold.runtime.options import DeltaOptions
-from wyfold.tile.columns.eager import (
-    Columns,
-    columns_bwd,
-    early,
-    erasing_gram_bwd,
-    query_gram_bwd,
-    read_from_start,
-)
+from wyfold.tile.columns.eager import Columns, columns_bwd, early, pair_grams_bwd, read_from_start
 from wyfold.tile.decay.eager import across, from_start, gate_gradient, log_gate_tokens_bwd, to_end
 from wyfold.tile.index.eager import from_chunks, sum_groups
 from wyfold.tile.norm.eager import l2norm_bwd
@@ -34,19 +27,18 @@ def gradients(inputs: LowRankInputs, factors: LowRankFactors, borders: LowRankBo
     da_read = read_from_start(torch.bmm(X, S_T), G, before=before)
     dq, da, dcolumns = dq_read.clone(), da_read.clone(), []
     written, pairs = torch.zeros_like(q), None if G is None else torch.zeros_like(G)
-    erased, stored = (b, W, factors.Pqb, factors.Aab), (k, v, factors.Pqk, factors.Aak)
-    for column, value, P, gram in ((k, W + v, *stored[2:]),) if b is k else (erased, stored):
+    erased, stored = (b, W, (factors.Aab, factors.Pqb)), (k, v, (factors.Aak, factors.Pqk))
+    for column, value, grams in ((k, W + v, stored[2]),) if b is k else (erased, stored):
         value_T = value.transpose(1, 2)
-        dq_pairs, dcolumn, dg_read = query_gram_bwd(q, column, G, P, torch.bmm(do, value_T).tril_())
-        dgram = torch.bmm(X, value_T).tril_(-1)
-        da_pairs, dcolumn_erased, dg_erased = erasing_gram_bwd(a, column, G, gram, dgram, before=before)
+        dgrams = torch.bmm(X, value_T).tril_(-1), torch.bmm(do, value_T).tril_()
+        through = pair_grams_bwd(a, q, column, G, grams, dgrams, before=before)
         dcolumn_write = to_end(torch.bmm(value, dS_T), G)
-        dq.add_(dq_pairs)
-        da.add_(da_pairs)
+        dq.add_(through.q)
+        da.add_(through.a)
         written.add_(column * dcolumn_write)
-        dcolumns.append(dcolumn.add_(dcolumn_erased).add_(dcolumn_write))
-        if pairs is not None and dg_read is not None and dg_erased is not None:
-            pairs.add_(dg_read).add_(dg_erased)
+        dcolumns.append(through.column.add_(dcolumn_write))
+        if pairs is not None and through.g is not None:
+            pairs.add_(through.g)
     dg, decay = None, across(G)
     if G is not None and decay is not None and pairs is not None:
         erasing = a * da_read

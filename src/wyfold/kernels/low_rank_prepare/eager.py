@@ -8,8 +8,8 @@ from torch import Tensor
 from wyfold.kernels.records import LowRankFactors, LowRankInputs
 from wyfold.runtime.chunk_layout import ChunkTable
 from wyfold.runtime.options import DeltaOptions
-from wyfold.tile.columns.eager import RuleTokens, columns, erasing_gram, read_from_start, reads_before
-from wyfold.tile.decay.eager import decayed_grams, from_start, log_gate_tiles, running_sum, to_end
+from wyfold.tile.columns.eager import RuleTokens, columns, pair_grams, read_from_start, reads_before
+from wyfold.tile.decay.eager import from_start, log_gate_tiles, running_sum, to_end
 from wyfold.tile.index.eager import to_chunks, wide
 from wyfold.tile.inverse.eager import inverse
 from wyfold.tile.norm.eager import l2norm
@@ -53,10 +53,8 @@ def fold(inputs: LowRankInputs, kept: LowRankFactors | None = None) -> LowRankFa
     G = running_sum(g)
     if kept is not None:
         return kept._replace(G=G)
-    Aab, Pqb = erasing_gram(a, b, G, before=before), decayed_grams(q, b, G)[1]
-    Aak, Pqk = Aab, Pqb
-    if k is not b:
-        Aak, Pqk = erasing_gram(a, k, G, before=before), decayed_grams(q, k, G)[1]
+    Aab, Pqb = pair_grams(a, q, b, G, before=before)
+    Aak, Pqk = (Aab, Pqb) if k is b else pair_grams(a, q, k, G, before=before)
     A, rows = inverse(-Aab), read_from_start(a, G, before=before)
     F, E = torch.bmm(Pqb, A), torch.bmm(A.transpose(1, 2), to_end(b, G))
     Q = torch.baddbmm(from_start(q, G), F, rows)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from wyfold.tile.decay.eager import decayed_grams, decayed_grams_bwd, from_start
+from wyfold.tile.decay.eager import from_start, row_grams, row_grams_bwd
 
 
 class RuleTokens(NamedTuple):
@@ -112,42 +112,47 @@ def read_from_start(a: Tensor, G: Tensor | None, *, before: bool) -> Tensor:
     return rows
 
 
-def erasing_gram(a: Tensor, column: Tensor, G: Tensor | None, *, before: bool) -> Tensor:
-    """Decayed gram of the erasing rows with a column, strictly lower.   [n, C, C]
+def pair_grams(a: Tensor, q: Tensor, column: Tensor, G: Tensor | None, *, before: bool) -> tuple[Tensor, Tensor]:
+    """Decayed grams of the erasing rows, strictly lower, and of the queries, lower, with a column.   [n, C, C] each
 
-    gram[r, s] = sum_c a[r, c] column[s, c] exp(H[r, c] - G[s, c])    s < r, H = G, or G of row r - 1 with `before`
+    A[r, s] = sum_c a[r, c] column[s, c] exp(H[r, c] - G[s, c])    s <  r; H = G, or G of row r - 1 with `before`
+    P[r, s] = sum_c q[r, c] column[s, c] exp(G[r, c] - G[s, c])    s <= r
     """
-    if before:
-        return late(decayed_grams(early(a), column, G)[1])
-    return decayed_grams(a, column, G)[1].tril_(-1)
+    A, P = row_grams((early(a) if before else a, q), column, G)
+    return late(A) if before else A.tril_(-1), P
 
 
-def erasing_gram_bwd(
-    a: Tensor, column: Tensor, G: Tensor | None, gram: Tensor, dgram: Tensor, *, before: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Adjoint of `erasing_gram`.
+class PairGradients(NamedTuple):
+    """Gradients of the arguments of `pair_grams`, [n, C, K], and of the per-token gate, shape of G."""
+
+    a: Tensor
+    q: Tensor
+    column: Tensor
+    g: Tensor | None
+
+
+def pair_grams_bwd(
+    a: Tensor,
+    q: Tensor,
+    column: Tensor,
+    G: Tensor | None,
+    grams: tuple[Tensor, Tensor],
+    dgrams: tuple[Tensor, Tensor],
+    *,
+    before: bool,
+) -> PairGradients:
+    """Adjoint of `pair_grams`.
 
     Args:
-        a, column, G: As given to `erasing_gram`.
-        gram: Its result.
-        dgram: [n, C, C], zero where gram is.
-
-    Returns:
-        da, dcolumn: [n, C, K].
-        dg: Gradient of the per-token gate through the gram, shape of G.
+        a, q, column, G, before: As given to `pair_grams`.
+        grams: Its results.
+        dgrams: Their gradients, contiguous, zero where the grams are.
     """
-    if not before:
-        return query_gram_bwd(a, column, G, gram, dgram)
-    da, dcolumn, dg = query_gram_bwd(early(a), column, G, early(gram), early(dgram))
-    return late(da), dcolumn, dg
-
-
-def query_gram_bwd(
-    q: Tensor, column: Tensor, G: Tensor | None, P: Tensor, dP: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Adjoint of the query gram P of `decayed_grams` alone: dq, dcolumn and dg."""
-    zero = torch.zeros_like(P)
-    return decayed_grams_bwd(q, column, G, zero, P, zero, dP)
+    (A, P), (dA, dP) = grams, dgrams
+    if before:
+        a, A, dA = early(a), early(A), early(dA)
+    (da, dq), dcolumn, dg = row_grams_bwd((a, q), column, G, (A, P), (dA, dP))
+    return PairGradients(late(da) if before else da, dq, dcolumn, dg)
 
 
 def _times(x: Tensor, factor: Tensor | None) -> Tensor:

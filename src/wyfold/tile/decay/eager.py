@@ -13,6 +13,7 @@ from torch import Tensor
 from wyfold.runtime.chunk_layout import ChunkTable
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.eager import sigmoid, sigmoid_bwd, softplus
+from wyfold.tile.decay.channel import eager as channel
 from wyfold.tile.decay.channel.eager import channel_grams, channel_grams_bwd, exclusive_sum, suffix_sum
 from wyfold.tile.index.eager import from_chunks, to_chunks
 
@@ -179,6 +180,48 @@ def decayed_grams(q: Tensor, k: Tensor, G: Tensor | None) -> tuple[Tensor, Tenso
         return J, P
     J, P = _grams((k, q), k, G)
     return J.tril_(-1), P.tril_()
+
+
+def row_grams(rows: tuple[Tensor, ...], column: Tensor, G: Tensor | None) -> list[Tensor]:
+    """P of `decayed_grams` of several kinds of rows with one column.   [n, C, C] each"""
+    if G is not None and _per_channel(G):
+        grams = channel_grams(rows, column, G)
+        for row, gram in zip(rows, grams, strict=True):
+            gram.diagonal(dim1=1, dim2=2).copy_((row * column).sum(-1))
+        return grams
+    return [gram.tril_() for gram in _grams(rows, column, G)]
+
+
+def row_grams_bwd(
+    rows: tuple[Tensor, ...],
+    column: Tensor,
+    G: Tensor | None,
+    grams: tuple[Tensor, ...],
+    dgrams: tuple[Tensor, ...],
+) -> tuple[list[Tensor], Tensor, Tensor | None]:
+    """Adjoint of `row_grams`.
+
+    Args:
+        rows, column, G: As given to `row_grams`.
+        grams: Its results.
+        dgrams: [n, C, C] gradient of each gram, contiguous, zero above the diagonal.
+
+    Returns:
+        drows, dcolumn: [n, C, K].
+        dg: Gradient of the per-token gate through the grams, shape of G.
+    """
+    if G is not None and _per_channel(G):
+        return channel.row_grams_bwd(rows, column, G, dgrams)
+    dg, decayed = None, list(dgrams)
+    if G is not None:
+        pairs = sum((x * dx for x, dx in zip(grams, dgrams, strict=True)), torch.zeros_like(grams[0]))
+        dg = _interval_sum(pairs.tril_(-1))[..., None]
+        decay = _pairwise(G, column.dtype)
+        decayed = [dgram * decay for dgram in dgrams]
+    dcolumn = torch.zeros_like(column)
+    for row, dgram in zip(rows, decayed, strict=True):
+        dcolumn.baddbmm_(dgram.transpose(1, 2), row)
+    return [torch.bmm(dgram, column) for dgram in decayed], dcolumn, dg
 
 
 def decayed_key_gram(k: Tensor, G: Tensor | None) -> Tensor:

@@ -73,3 +73,34 @@ def channel_grams_bwd(q: Tensor, k: Tensor, G: Tensor, dJ: Tensor, dP: Tensor) -
         _halves(dg, h)[1].add_(suffix_sum(q_lower * dq_lower + k_lower * dk_lower))
         _halves(dg, h)[0].add_(exclusive_sum(k_upper * dk_upper))
     return dq, dk, dg
+
+
+def row_grams_bwd(
+    rows: tuple[Tensor, ...], column: Tensor, G: Tensor, dgrams: tuple[Tensor, ...]
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Gradients of several kinds of rows, of their column, and of each token's log gate.
+
+    Args:
+        rows, column: [n, C, K] each.
+        dgrams: [n, C, C] gradient of each row's gram, contiguous, on and below the diagonal.
+    """
+    diagonals = [dgram.diagonal(dim1=1, dim2=2)[..., None] for dgram in dgrams]
+    drows = [diagonal * column for diagonal in diagonals]
+    dcolumn = sum((diagonal * row for diagonal, row in zip(diagonals, rows, strict=True)), torch.zeros_like(column))
+    dg = torch.zeros_like(G)
+    for h in _levels(column.shape[1]):
+        G_upper, G_lower = _halves(G, h)
+        anchor = G_lower[:, :, :1]
+        row_decay, column_decay = torch.exp(G_lower - anchor), torch.exp(anchor - G_upper)
+        upper = _halves(column, h)[0]
+        decayed, dupper = upper * column_decay, torch.zeros_like(upper)
+        for row, drow, dgram in zip(rows, drows, dgrams, strict=True):
+            lower, block = _halves(row, h)[1], _lower_left(dgram, h)
+            dlower = (block @ decayed) * row_decay
+            _halves(drow, h)[1].add_(dlower)
+            _halves(dg, h)[1].add_(suffix_sum(lower * dlower))
+            dupper += block.transpose(2, 3) @ (lower * row_decay)
+        dupper *= column_decay
+        _halves(dcolumn, h)[0].add_(dupper)
+        _halves(dg, h)[0].add_(exclusive_sum(upper * dupper))
+    return drows, dcolumn, dg
