@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import wyfold
 from wyfold import SequenceLayout, layers
 from wyfold.cli.distributed import DistributedWorld
-from wyfold.context_parallel import collectives
+from wyfold.context_parallel import agreement, conv
 from wyfold.cp import ContextParallel, build_cp_context
 from wyfold.models import Decoder, DecoderConfig
 from wyfold.reference import inputs
@@ -347,7 +347,7 @@ def errors(given: None, group: dist.ProcessGroup) -> None:
 def compared_once(given: None, group: dist.ProcessGroup) -> None:
     """Ranks compare a kind of call once with check="first", every time with "always", and never with "never"."""
     compared = []
-    check_agreement, collectives.check_agreement = collectives.check_agreement, lambda *said: compared.append(said)
+    check_agreement, agreement.check_agreement = agreement.check_agreement, lambda *said: compared.append(said)
     try:
         for check, expected in (("first", 2), ("always", 5), ("never", 0)):
             compared.clear()
@@ -359,7 +359,7 @@ def compared_once(given: None, group: dist.ProcessGroup) -> None:
                 wyfold.chunk_kda(q, q, q, scale=0.5, cp_context=context)
             assert len(compared) == expected, f"{check}: {len(compared)}"
     finally:
-        collectives.check_agreement = check_agreement
+        agreement.check_agreement = check_agreement
 
 
 def explained(given: None, group: dist.ProcessGroup) -> None:
@@ -387,8 +387,10 @@ def context_methods(given: None, group: dist.ProcessGroup) -> None:
     assert torch.equal(context.position_ids()[0].double(), share[0, :, 0])
     whole = context.unshard(share)
     assert torch.equal(whole, x)
+    context.all_gather = lambda x: x.new_empty(0)  # the backward gathers nothing: a rank receives its shard's gradients
     (dx,) = torch.autograd.grad(whole, share, x)
     assert torch.equal(dx, world * share)
+    del context.all_gather
 
     packed = build_cp_context(torch.tensor([0, 10, 10, 37], dtype=torch.int32), group, total_tokens=40, max_seqs=9)
     assert packed.layout.max_seqs == 9 and packed.layout.tokens == packed.tokens
@@ -426,6 +428,56 @@ def context_methods(given: None, group: dist.ProcessGroup) -> None:
             assert message in str(raised), f"{message}: {raised}"
         else:
             raise AssertionError(f"not refused: {message}")
+
+
+def updated(given: None, group: dist.ProcessGroup) -> None:
+    """A context that is updated between forward and backward is refused by every call, before anything is sent."""
+    cu, other = torch.tensor([0, 48, 64]), torch.tensor([0, 16, 64])
+    context = build_cp_context(cu, group, check="never")
+    x = torch.ones(1, context.tokens, 2, 8, requires_grad=True)
+    weight, attention = torch.ones(8, 4), layers.SoftmaxAttention(16, 2, head_dim=8)
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "chunk_kda": lambda: wyfold.chunk_kda(x, x, x, cp_context=context)[0],
+        "causal_conv1d": lambda: wyfold.causal_conv1d(x[:, :, 0], weight, cp_context=context)[0],
+        "chunk_ttt_linear": lambda: wyfold.chunk_ttt_linear(
+            x, x, x, torch.ones(2, 8), torch.ones(2, 8), 0.1, cp_context=context
+        )[0],
+        "SoftmaxAttention": lambda: attention(x.flatten(2), cp_context=context),
+    }
+    for op, call in calls.items():
+        y = call()
+        context.update_(other)
+        try:
+            y.sum().backward()
+        except ValueError as error:
+            assert str(error).startswith(f"{op}: cp_context must be as in the forward"), error
+        else:
+            raise AssertionError(f"{op}: not refused")
+        context.update_(cu)
+
+
+def registered(given: None, group: dist.ProcessGroup) -> None:
+    """PyTorch's checks of the convolution's registered operators, whose all-gathers all ranks make alike."""
+    warnings.simplefilter("ignore")  # PyTorch's warnings
+    context = build_cp_context(torch.tensor([0, 20, 90]), group, total_tokens=93)
+    asked: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+
+    def call_operator(operator: Any, *arguments: Any) -> Any:
+        asked.setdefault(operator.name(), (operator, arguments))
+        return call(operator, *arguments)
+
+    call, conv.call = conv.call, call_operator
+    try:
+        x, weight = torch.randn(1, context.tokens, 6, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+        y, final = wyfold.causal_conv1d(x, weight, cp_context=context, output_final_state=True)
+        (y.sum() + final.sum()).backward()
+    finally:
+        conv.call = call
+    for name in ("wyfold::conv_rank_fwd", "wyfold::conv_rank_bwd"):
+        operator, arguments = asked[name]
+        plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
+        torch.library.opcheck(operator, tuple(plain))
+    warnings.simplefilter("error")
 
 
 def _fragments(cu: torch.Tensor, group: dist.ProcessGroup, owned: list[Any]) -> ContextParallel:
@@ -514,6 +566,7 @@ def rank_dies(given: None, group: dist.ProcessGroup) -> None:
 CASES = {name: Case(x.prepare, x.run, most=8 if x.seed % 2 else 3) for name, x in COMPARISONS.items()}
 CASES |= {name: Case(x.prepare, x.run, most=3) for name, x in MODULES.items()}
 CASES |= {run.__name__: Case(lambda: None, run, most=3) for run in (errors, compared_once, explained, context_methods)}
+CASES |= {run.__name__: Case(lambda: None, run, most=2) for run in (updated, registered)}
 CASES["sharded parameters"] = Case(unsharded, sharded, most=3)
 CASES |= {"attention of few tokens": Case(lambda: None, few_tokens, most=3)}
 CASES |= {"other ways": Case(lambda: None, compiled_or_checkpointed, most=2)}

@@ -1,6 +1,7 @@
-"""Replay of a rank's kernel calls, with all launches recorded, on both streams."""
+"""Replay of a rank's kernel calls, with all launches and all-gathers recorded, on both streams."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -8,12 +9,13 @@ import torch.distributed as dist
 
 from wyfold.context_parallel import delta_segment_launches
 from wyfold.cp import build_cp_context
-from wyfold.runtime import recording, replay_cache, segment_rule, side_stream
+from wyfold.runtime import kernel_launch, recording, replay_cache, segment_rule, side_stream
+from wyfold.runtime.recording import Operation
 from wyfold.runtime.replay_cache import Recording
 
 triton = pytest.importorskip("triton")
 
-from tests.runtime.test_replay_cache import alike, chunked, grad_of, memory_once, without_replay  # noqa: E402, F401
+from tests.runtime.test_replay_cache import alike, chunked, convolved, grad_of, memory_once, without_replay  # noqa: E402, F401
 from tests.runtime.test_replay_cache import lines as launches  # noqa: E402, F401
 from tests.runtime.test_side_stream import CARD, Stream, lines  # noqa: E402, F401
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
@@ -32,6 +34,17 @@ def rank(request: pytest.FixtureRequest) -> Iterator[int]:
     dist.destroy_process_group()
 
 
+def all_gathers(name: str) -> dict[str, int]:
+    """Number of all-gathers in the recording of each operator of this name."""
+    found = {key[0][0]: known for key, known in replay_cache._recordings.items() if name in key[0][0]}
+    assert all(type(known) is Recording for known in found.values()), found
+    gathers = torch.ops._c10d_functional.all_gather_into_tensor.default
+    return {
+        operator: sum(type(step) is Operation and step.operator is gathers for step in known.steps)
+        for operator, known in found.items()
+    }
+
+
 @pytest.mark.parametrize("keep", [False, True], ids=["made again", "kept"])
 @pytest.mark.parametrize("bounds", [[0, 384], [0, 40, 300, 384]], ids=["one sequence", "packed"])
 @pytest.mark.parametrize("rule", ["gdn", "kda"])
@@ -45,7 +58,7 @@ def test_a_rank_repeats_itself(
     memory_once: None,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """All five operators are replayed with the launches of an ordinary call, also if pieces end inside a chunk."""
+    """Both operators are replayed with the launches of an ordinary call, also if pieces end inside a chunk."""
     context = build_cp_context(torch.tensor(bounds), dist.group.WORLD, check="never")
     made = chunked(rule, disable_recompute=keep, cp_context=context)
     assert context.tokens == made[1]["q"].shape[1]
@@ -69,20 +82,65 @@ def test_a_rank_repeats_itself(
         with without_replay():
             grad_of(made, launches)
             gradients, found, tensors = grad_of(made, launches)
-        grad_of(made, launches)  # waits once more, because its kernels are compiled
+        grad_of(made, launches)
         for _ in range(3):
             again, repeated, others = grad_of(made, launches)
             assert alike(found, repeated, tensors, others)
     assert [dx.shape for dx in again] == [dx.shape for dx in gradients]
-    operators = {key[0][0]: known for key, known in replay_cache._recordings.items() if "delta_rank" in key[0][0]}
-    assert len(operators) == 5
-    for operator, found_of in operators.items():
-        assert type(found_of) is Recording, (operator, found_of)
+    assert all_gathers("delta_rank") == {"delta_rank_fwd": 1, "delta_rank_bwd": 1}
     carried = [n for n, (name, *_) in enumerate(found) if "_carry_" in name]
     assert all(found[n - 1][0] == "wait" and found[n - 1][2] == found[n][2] == 10 for n in carried)
     names = [name.removeprefix("wyfold_").removesuffix("_triton") for name, *_ in found]
     assert names.count("rank_carry") == (rank > 0) + (rank < WORLD - 1)
     assert names.count("rank_send") == (rank < WORLD - 1) + (rank > 0)
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 40, 300, 384]], ids=["one sequence", "packed"])
+def test_a_rank_repeats_its_convolution(
+    bounds: list[int] | None,
+    rank: int,
+    launches: list[tuple],  # noqa: F811
+    memory_once: None,  # noqa: F811
+):
+    """Both directions are replayed with their all-gathers."""
+    boundaries = None if bounds is None else torch.tensor(bounds)
+    context = build_cp_context(boundaries, dist.group.WORLD, total_tokens=384, check="never")
+    made = convolved(cp_context=context, bias=torch.randn(64))
+    with without_replay():
+        grad_of(made, launches)
+        gradients, found, tensors = grad_of(made, launches)
+    for _ in range(4):
+        again, repeated, others = grad_of(made, launches)
+        assert found and alike(found, repeated, tensors, others)
+    assert [dx.shape for dx in again] == [dx.shape for dx in gradients]
+    assert all_gathers("conv_rank") == {"conv_rank_fwd": 1, "conv_rank_bwd": 1}
+
+
+def test_an_interrupted_replay_waits(rank: int, launches: list[tuple], monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+    """If a launch fails after a replay has launched a collective, the collective is waited for."""
+    context = build_cp_context(torch.tensor([0, 384]), dist.group.WORLD, check="never")
+    call, given = chunked("gdn", cp_context=context)
+    for _ in range(3):
+        call(**given)
+    gathered: list[bool] = []
+    operate, launch = Operation.replay, kernel_launch.RecordedLaunch.replay
+
+    def operated(step: Operation, *where: Any) -> None:
+        operate(step, *where)
+        gathered.append("all_gather" in str(step.operator))
+
+    def failing(step: Any, *where: Any) -> None:
+        if any(gathered):
+            raise RuntimeError("broken off")
+        launch(step, *where)
+
+    monkeypatch.setattr(Operation, "replay", operated)
+    monkeypatch.setattr(kernel_launch.RecordedLaunch, "replay", failing)
+    waiting = torch._C._distributed_c10d._get_work_registry_size
+    before = waiting()
+    with pytest.raises(RuntimeError, match="broken off"):
+        call(**given)
+    assert any(gathered) and waiting() == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -35,11 +35,11 @@ def test_segments_of_every_rank(layout: str, length: Cut, world: int, batch: int
         bounds = packing(seed, tokens) if batch == 1 else [0, tokens]
         partition = partition_sequences(bounds, tokens, owned_ranges(layout, tokens, world))
         for rank, pieces in enumerate(partition.pieces):
-            numbers, counts = segment_tables(pieces, batch, partition.tokens(rank), C, length)
+            numbers, counts, segments = segment_tables(partition, rank, batch, C, length)
             found = RankSegments.of(torch.tensor(numbers, dtype=torch.int64), counts)
-            assert all(x.storage_offset() % 2 == 0 for x in found[1:]), "16 bytes"
+            assert all(x.storage_offset() % 2 == 0 for x in found[3:]), "16 bytes"
             T, first, lengths = partition.tokens(rank), found.first.tolist(), found.cu.diff().tolist()
-            assert counts.pieces == batch * len(pieces) and counts.segments == len(lengths) == first[-1]
+            assert found.pieces == batch * len(pieces) and segments == len(lengths) == first[-1]
             chunks = 0
             for n, (row, piece) in enumerate(itertools.product(range(batch), pieces)):
                 own = range(first[n], first[n + 1])
@@ -58,15 +58,15 @@ def test_segments_of_every_rank(layout: str, length: Cut, world: int, batch: int
                     assert lengths[own.start] == 0
                 if not piece.last:
                     assert lengths[own.stop - 1] == piece.length % C
-            assert counts.chunks == chunks
+            assert found.chunks == chunks
             whole = chunk_grid(1, batch * T, C, torch.tensor([0, *itertools.accumulate(by_piece(pieces, batch))]))
             grid = found.grid(C, batch * T)
             assert torch.equal(grid.cu, whole.cu) and torch.equal(grid.first, whole.first)
             assert torch.equal(grid.sequence, whole.sequence[: grid.chunks])
-            assert grid.chunks == counts.tiles == chunks + -(-(batch * T - counts.tokens) // C)
-            goes_on = [i for i in range(counts.segments - 1) if found.piece[i] == found.piece[i + 1]]
+            assert grid.chunks == chunks + -(-(batch * T - found.tokens) // C)
+            goes_on = [i for i in range(segments - 1) if found.piece[i] == found.piece[i + 1]]
             assert found.leading.tolist() == goes_on
-            divided = [n for n in range(counts.pieces) if first[n + 1] - first[n] > 1]
+            divided = [n for n in range(found.pieces) if first[n + 1] - first[n] > 1]
             assert found.divided.tolist() == divided
             every = list(itertools.product(pieces, range(batch)))
             incoming_piece = [row * len(pieces) + p.number for p, row in every if not p.first]
@@ -74,6 +74,9 @@ def test_segments_of_every_rank(layout: str, length: Cut, world: int, batch: int
             assert found.incoming_piece.tolist() == incoming_piece and found.outgoing_piece.tolist() == outgoing_piece
             assert found.incoming_border.tolist() == [first[n] - n for n in incoming_piece]
             assert found.outgoing_border.tolist() == [first[n + 1] - 2 - n for n in outgoing_piece]
+            assert found.through == [(p.incoming, p.outgoing) for p in pieces if not (p.first or p.last)]
+            assert found.forward_routes.tolist() == forward_routes(partition, rank)
+            assert found.backward_routes.tolist() == backward_routes(partition, rank)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import wyfold
-from wyfold.context_parallel import delta_segment_launches
+from wyfold.context_parallel import delta_by_segments, delta_segment_launches
 from wyfold.cp import build_cp_context
 from wyfold.reference.error import rms
 from wyfold.runtime import segment_rule
@@ -145,16 +145,13 @@ def waits_after_a_failure(given: None, group: dist.ProcessGroup) -> None:
     """No collective is left without a wait, also if the call raises after starting it or does not need its result."""
     context = build_cp_context(torch.tensor([0, 40]), group)
     q = torch.ones(1, context.tokens, 1, 16)
-    factors_from_list, waiting = (
-        delta_segment_launches.factors_from_list,
-        torch._C._distributed_c10d._get_work_registry_size,
-    )
+    fork, waiting = delta_segment_launches.fork_side_stream, torch._C._distributed_c10d._get_work_registry_size
     before = waiting()
 
-    def failing(_: list[Tensor]) -> None:
+    def failing(_: torch.device) -> None:
         raise RuntimeError("broken off")
 
-    delta_segment_launches.factors_from_list = failing
+    delta_segment_launches.fork_side_stream = failing
     try:
         wyfold.chunk_kda(q, q, q, cp_context=context, backend="triton", chunk_size=C)
     except RuntimeError as error:
@@ -162,7 +159,7 @@ def waits_after_a_failure(given: None, group: dist.ProcessGroup) -> None:
     else:
         raise AssertionError("it went on")
     finally:
-        delta_segment_launches.factors_from_list = factors_from_list
+        delta_segment_launches.fork_side_stream = fork
     assert waiting() == before
     q.requires_grad_()
     wyfold.chunk_kda(q, q, q, cp_context=context, backend="triton", chunk_size=C)[0].sum().backward()
@@ -178,7 +175,7 @@ def registered(given: None, group: dist.ProcessGroup) -> None:
         asked[operator.name()] = operator, arguments
         return call(operator, *arguments)
 
-    call, delta_segment_launches.call_operator = delta_segment_launches.call_operator, call_operator
+    call, delta_by_segments.call_operator = delta_by_segments.call_operator, call_operator
     try:
         for keep in (False, True):
             context = build_cp_context(torch.tensor([0, 20, 90]), group, total_tokens=93)
@@ -186,12 +183,12 @@ def registered(given: None, group: dist.ProcessGroup) -> None:
             flags = {"disable_recompute": keep, "output_final_state": True, "chunk_size": C, "backend": "triton"}
             o, final = wyfold.chunk_gated_delta_rule(q, q, q, -q[..., 0].abs(), cp_context=context, **flags)
             (o.sum() + final.sum()).backward()
-            assert len(asked) == 5
+            assert len(asked) == 2
             for operator, arguments in asked.values():
                 plain = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
                 torch.library.opcheck(operator, tuple(plain))
     finally:
-        delta_segment_launches.call_operator = call
+        delta_by_segments.call_operator = call
 
 
 def explained(given: None, group: dist.ProcessGroup) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from wyfold.cli import main
 from wyfold.cli.train import sharded_checkpoint
-from wyfold.context_parallel import collectives
+from wyfold.context_parallel.agreement import check_agreement
 
 TINY = "--depth 1 --width 8 --heads 1 --head-dim 8 --window 8 --batch 1 --length 16 --warmup 1 --eval-bytes 32".split()
 
@@ -78,9 +78,9 @@ def separate_folders(given, group):
 def long_values(given, group):
     """Values that are too long for a comparison are compared by digest, and not refused."""
     alike = {f"name {number}": "x" * 5000 for number in range(20)}
-    collectives.check_agreement("op", alike, torch.device("cpu"), group)
+    check_agreement("op", alike, torch.device("cpu"), group)
     with pytest.raises(ValueError, match="op: what was asked must be the same on all ranks"):
-        collectives.check_agreement("op", alike | {"last": group.rank()}, torch.device("cpu"), group)
+        check_agreement("op", alike | {"last": group.rank()}, torch.device("cpu"), group)
 
 
 def table(*runs, prepare=folder):

@@ -13,7 +13,7 @@ from tests.context_parallel.ranks import Case, failures_on_ranks
 
 import wyfold
 from wyfold import layers
-from wyfold.context_parallel import collectives
+from wyfold.context_parallel import agreement
 from wyfold.cp import build_cp_context
 from wyfold.models import Decoder, DecoderConfig
 
@@ -210,8 +210,8 @@ def boundaries(given, group):
 def compared_once(given, group):
     """A decoder compares once for all of its layers; its backward and a second call compare nothing."""
     found = []
-    agree = collectives.check_agreement
-    collectives.check_agreement = lambda *said: (found.append(said[0]), agree(*said))
+    agree = agreement.check_agreement
+    agreement.check_agreement = lambda *said: (found.append(said[0]), agree(*said))
     try:
         context = build_cp_context(BOUNDS, group)
         model = decoder("kda attention ttt_linear")
@@ -230,7 +230,7 @@ def compared_once(given, group):
                 decoder()(tokens(context), cp_context=context)
             assert found == expected, check
     finally:
-        collectives.check_agreement = agree
+        agreement.check_agreement = agree
 
 
 def refused_by_one_rank(given, group):

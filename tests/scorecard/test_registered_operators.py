@@ -61,11 +61,13 @@ def calls() -> dict[str, Call]:
 def registered() -> set[str]:
     """Names of the operators that the package registers, with two exceptions.
 
-    Kernels over the ranks of a group are tested in tests/interpret/test_context.py. `once` computes nothing: it marks
-    arguments for the compiler and is removed in lowering (tests/reports/test_second_derivatives.py).
+    Operators with collectives are tested on ranks, in tests/interpret/test_context.py and
+    tests/context_parallel/test_context.py. `once` computes nothing: it marks arguments for the compiler and is removed
+    in lowering (tests/reports/test_second_derivatives.py).
     """
     names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()} - {"wyfold::once"}
-    return {name for name in names if name.startswith("wyfold::") and not name.startswith("wyfold::delta_rank_")}
+    over_ranks = ("wyfold::delta_rank_", "wyfold::conv_rank_")
+    return {name for name in names if name.startswith("wyfold::") and not name.startswith(over_ranks)}
 
 
 def test_every_registered_operator_is_called(calls: dict[str, Call]):

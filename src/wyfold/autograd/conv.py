@@ -43,7 +43,7 @@ class ConvTensors(NamedTuple):
         return self.cu_seqlens
 
 
-_TENSORS_SCHEMA = "Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? initial_state, Tensor? cu_seqlens"
+TENSORS_SCHEMA = "Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? initial_state, Tensor? cu_seqlens"
 DIFFERENTIABLE = len(ConvTensors._fields) - 1
 
 
@@ -152,14 +152,14 @@ def _backward_fake(*arguments: Any) -> list[Tensor]:
 
 
 forward_op = register(
-    f"causal_conv1d_fwd({_TENSORS_SCHEMA}, bool output_final_state, bool activated, str backend)"
+    f"causal_conv1d_fwd({TENSORS_SCHEMA}, bool output_final_state, bool activated, str backend)"
     " -> (Tensor y, Tensor final_state)",
     _forward,
     _outputs,
     Conv.apply,
 )
 backward_op = register(
-    f"causal_conv1d_bwd({_TENSORS_SCHEMA}, Tensor? dy, Tensor? dfinal, bool[] needs, bool activated, str backend)"
+    f"causal_conv1d_bwd({TENSORS_SCHEMA}, Tensor? dy, Tensor? dfinal, bool[] needs, bool activated, str backend)"
     " -> Tensor[]",
     _backward,
     _backward_fake,

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wyfold.context_parallel import collectives
-from wyfold.context_parallel.context import ContextParallel, build_cp_context
+from wyfold.context_parallel.agreement import check_agreement
+from wyfold.context_parallel.build_context import build_cp_context
+from wyfold.context_parallel.context import ContextParallel
 from wyfold.context_parallel.watchdog import Watch
 from wyfold.runtime.layout import SequenceLayout
 
@@ -158,7 +159,7 @@ class DistributedWorld(World):
     def require_equal(self, values: Mapping[str, object]) -> None:
         import torch.distributed as dist
 
-        collectives.check_agreement("processes", values, self.device, dist.group.WORLD)
+        check_agreement("processes", values, self.device, dist.group.WORLD)
 
     def shard_model(self, model: nn.Module, parts: Iterable[nn.Module]) -> None:
         from torch.distributed.fsdp import fully_shard

@@ -1,13 +1,11 @@
-"""Collectives of a process group: all-gather, all-to-all, and the check that ranks agree on their next call.
+"""Collectives of a process group: all-gather and all-to-all.
 
 torch.distributed is imported only when a context is made, because PyTorch can be built without it.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,10 +13,8 @@ import torch
 from torch import Tensor
 
 from wyfold.runtime import recording
+from wyfold.runtime.recorder import OperationMode
 from wyfold.runtime.torch_ops import register
-
-TEXT_BYTES = 2048  # of a description or an error; a fixed size, because every rank must gather the same shape
-_REFUSED = "refused"
 
 
 def process_group(op: str, mesh_or_group: object) -> Any:
@@ -72,27 +68,36 @@ _after_op = register(
 )
 
 
+class _NotReplayed(OperationMode):
+    """Mode whose presence keeps calls from being replayed."""
+
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+
 _counters: list[list[int]] = []
 
 
 @contextmanager
 def count_sent_bytes() -> Iterator[list[int]]:
-    """Record the bytes that this rank sends in each collective of the block."""
+    """Record the bytes that this rank sends in each collective of the block, whose calls are not replayed."""
     sent: list[int] = []
     _counters.append(sent)
     try:
-        yield sent
+        with _NotReplayed():
+            yield sent
     finally:
         _counters.pop()
 
 
 def all_gather(x: Tensor, group: Any) -> Tensor:
     """All-gather x: [world, *x.shape] in the order of ranks; the shape must be the same on all ranks."""
-    if not torch.compiler.is_compiling():
-        return wait_gathered(all_gather_async(x.contiguous(), group))
     import torch.distributed as dist
 
     world = dist.get_world_size(group)
+    if not torch.compiler.is_compiling():
+        with AllGather(x.contiguous(), world, group.group_name) as gathering:
+            return gathering.wait()
     found = x.new_empty(world, *x.shape)
     if _sends(x):
         # PyTorch 2.13 renamed it, and warns about the old name.
@@ -101,29 +106,38 @@ def all_gather(x: Tensor, group: Any) -> Tensor:
     return found
 
 
-def all_gather_async(x: Tensor, group: Any) -> Tensor:
-    """`all_gather` that returns before it has finished; x must be contiguous.
+class AllGather:
+    """An all-gather that is launched when this is made, and waited for at the latest where its block ends.
 
-    Call `wait_gathered` on the result before reading it, and keep x alive until then. In between the device can run
-    work that needs nothing from other ranks.
+    In between the device can run work that needs nothing from other ranks. PyTorch keeps the memory of a collective
+    until it is waited for, also if nothing reads the result.
+
+    Args:
+        x: Contiguous tensor of the same shape on all ranks; kept alive until the wait.
+        world: Number of ranks.
+        group: Name of the process group.
     """
-    if torch.compiler.is_compiling():
-        return all_gather(x, group)  # a compiler separates launch and wait itself
-    import torch.distributed as dist
 
-    world = dist.get_world_size(group)
-    if not _sends(x):
-        return x.new_empty(world, *x.shape)
-    launch = torch.ops._c10d_functional.all_gather_into_tensor
-    gathered: Tensor = launch(x.view(-1), world, group.group_name)
-    return gathered.view(world, *x.shape)
+    def __init__(self, x: Tensor, world: int, group: str):
+        self._sent, self._waited = x, not _sends(x)
+        if self._waited:
+            self._gathered = x.new_empty(world, *x.shape)
+        else:
+            launch = torch.ops._c10d_functional.all_gather_into_tensor.default
+            self._gathered = launch(x.view(-1), world, group).view(world, *x.shape)
 
+    def wait(self) -> Tensor:
+        """Return [world, *x.shape]; work launched on the current stream after this waits for the other ranks."""
+        if not self._waited:
+            recording.wait_collective(self._gathered)
+            self._waited = True
+        return self._gathered
 
-def wait_gathered(x: Tensor) -> Tensor:
-    """Wait for the result of a collective: work launched after this waits for it on the device. Return x."""
-    if not torch.compiler.is_compiling():
-        recording.wait_collective(x)
-    return x
+    def __enter__(self) -> AllGather:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
 
 
 def all_to_all(x: Tensor, group: Any) -> Tensor:
@@ -138,9 +152,10 @@ def all_to_all(x: Tensor, group: Any) -> Tensor:
     if not _sends(x):
         return torch.empty_like(x)
     one_row_a_rank = [1] * x.shape[0]
-    launch = torch.ops._c10d_functional.all_to_all_single
+    launch = torch.ops._c10d_functional.all_to_all_single.default
     found: Tensor = launch(x.flatten(1).contiguous(), one_row_a_rank, one_row_a_rank, group.group_name)
-    return wait_gathered(found).view(x.shape)
+    recording.wait_collective(found)
+    return found.view(x.shape)
 
 
 def _sends(x: Tensor) -> bool:
@@ -153,57 +168,3 @@ def _sends(x: Tensor) -> bool:
 def sum_over_ranks(x: Tensor, group: Any) -> Tensor:
     """Sum x over all ranks, in the same order on each, so that all get the same bits."""
     return torch.stack(list(all_gather(x, group))).sum(0)
-
-
-def check_agreement(op: str, metadata: Mapping[str, object] | Exception, device: torch.device, group: Any) -> None:
-    """Check that all ranks are about to run the same call, by one all-gather of a fixed size.
-
-    Args:
-        op: Operator's name, for messages.
-        metadata: This rank's metadata by name, or the error that its own arguments raised.
-        device: Device of the group's collectives.
-        group: Process group.
-
-    Raises:
-        ValueError: metadata differ (on every rank), or another rank's arguments raised an error.
-    """
-    if isinstance(metadata, Exception):
-        payload = json.dumps({_REFUSED: str(metadata)[: TEXT_BYTES // 8]}).encode()
-    else:
-        payload = json.dumps({key: short(x) for key, x in metadata.items()}).encode()
-        if len(payload) > TEXT_BYTES:
-            payload = json.dumps({"what was asked": short(payload.decode())}).encode()
-    row = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
-    row[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    rows = all_gather(row.to(device), group).cpu()
-    received = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows]
-    if isinstance(metadata, Exception):
-        return
-    for rank, text_of in enumerate(received):
-        if _REFUSED in text_of:
-            raise ValueError(f"{op}: rank {rank} of the group refused its arguments: {text_of[_REFUSED]}")
-    for key in dict.fromkeys(key for text_of in received for key in text_of):
-        values = [text_of.get(key, "nothing") for text_of in received]
-        if len(set(values)) > 1:
-            raise ValueError(f"{op}: {key} must be the same on all ranks, got {_by_value(values)}")
-
-
-def short(value: object, most: int = 300) -> str:
-    """Return str(value), cut to `most` characters with a digest of the whole text if it is longer."""
-    text = str(value)
-    return text if len(text) <= most else f"{text[:most]}.. ({digest(text)})"
-
-
-def digest(text: str) -> str:
-    """Eight hexadecimal digits that identify a text in a message."""
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-def _by_value(values: Sequence[str]) -> str:
-    """'16 on ranks 0, 1; 32 on ranks 2'."""
-    ranks: dict[str, list[str]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(str(rank))
-    return "; ".join(
-        f"{value} on rank{'s' * (len(ranks_of) > 1)} {', '.join(ranks_of)}" for value, ranks_of in ranks.items()
-    )

@@ -2,23 +2,25 @@
 
 The halo of a piece is the latest W-1 inputs of the pieces before it. Ranks gather the last inputs of their pieces, and
 each rank composes its halos from them. Gradients of these inputs return the same way. The size of what is sent does not
-depend on sequence lengths.
+depend on sequence lengths. Each direction is one registered operator, with its all-gather inside, so that the replay
+cache repeats all of it.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from wyfold.autograd.conv import DIFFERENTIABLE, ConvTensors, backward_op, forward_op
-from wyfold.context_parallel.collectives import after
+from wyfold.autograd.conv import DIFFERENTIABLE, TENSORS_SCHEMA, ConvTensors, backward_op, forward_op
+from wyfold.context_parallel.collectives import AllGather
 from wyfold.context_parallel.context import ContextParallel
-from wyfold.context_parallel.partition import Piece
-from wyfold.runtime.torch_ops import once_differentiable
+from wyfold.context_parallel.partition import Piece, chains_of_numbers
+from wyfold.runtime.replay_cache import Lengths, replayed
+from wyfold.runtime.torch_ops import call, once_differentiable, register
 from wyfold.tile.index.eager import wide
 
 
@@ -29,136 +31,220 @@ class ConvAcrossRanks(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         *given, output_final_state, activated, backend, context = arguments
         t = ConvTensors(*given)
-        halo = _Halo(t.x, t.weight.shape[1] - 1, context)
-        entering = halo.entering(t.x, t.initial_state)
-        y, latest = forward_op(*halo.packed(t, entering), output_final_state, activated, backend)
+        halos, starting = Halos.of(t.x, context), None
+        if t.initial_state is not None:
+            rows, dtype = halos.batch * halos.pieces, wide(t.x.dtype)
+            starting = t.x.new_zeros(rows, *t.initial_state.shape[1:], dtype=dtype)
+            starting[context.starting_pieces(halos.batch, t.x.device)] = t.initial_state.to(starting.dtype)
+        packed, settings = _packed(t, starting, context), (output_final_state, activated, backend)
+        values = "conv_rank_fwd", *halos.key, *settings
+        y, latest, entering = replayed(packed, values, lambda: call(_forward_op, *packed, *halos, *settings))
         ctx.set_materialize_grads(False)
-        ctx.halo, ctx.final_state, ctx.options = halo, output_final_state, (activated, backend)
+        ctx.halos, ctx.context, ctx.partition, ctx.settings = halos, context, context.partition, settings
         ctx.save_for_backward(*given, entering)
         if output_final_state:
             stored = t.x if t.initial_state is None else t.initial_state
-            latest = latest[context.ending_pieces(halo.B, t.x.device)].to(stored.dtype)
+            latest = latest[context.ending_pieces(halos.batch, t.x.device)].to(stored.dtype)
         return y.view(t.x.shape), latest
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
         *given, entering = ctx.saved_tensors
-        t, halo = ConvTensors(*given), ctx.halo
+        t, halos, context, (final, *settings) = ConvTensors(*given), ctx.halos, ctx.context, ctx.settings
+        context.require_partition("causal_conv1d", ctx.partition)
         needs = list(ctx.needs_input_grad[:DIFFERENTIABLE])
-        dlatest = None
-        if ctx.final_state and dfinal is not None:
+        dlatest: Tensor | None = None
+        if final and dfinal is not None:
             dlatest = torch.zeros_like(entering)
-            dlatest[halo.context.ending_pieces(halo.B, t.x.device)] = dfinal.to(entering.dtype)
-        dy = None if dy is None else halo.one_buffer(dy)
-        # The halo's gradient is computed even if this rank does not need it: other ranks do.
-        local = [*needs[:-1], True]
-        found = iter(backward_op(*halo.packed(t, entering), dy, dlatest, local, *ctx.options))
-        gradients = [next(found) if need else None for need in local]
-        dentering: Any = gradients.pop()
-        gathered = halo.gather_gradients(dentering)
-        gradients, dentering = (
-            [None if dx is None else after(dx, gathered) for dx in gradients],
-            after(dentering, gathered),
-        )
-        halo.add_received(gathered, dentering, gradients[0])
-        gradients[0] = None if gradients[0] is None else gradients[0].view(t.x.shape)
+            dlatest[context.ending_pieces(halos.batch, t.x.device)] = dfinal.to(entering.dtype)
+        packed, incoming = _packed(t, entering, context), (None if dy is None else _one_row(dy), dlatest)
+        local = [*needs[:-1], True]  # a halo's gradient is computed even if this rank does not need it: others do
+        inputs = *packed, *halos, *incoming, local, *settings
+        values = "conv_rank_bwd", *halos.key, *local, *settings
+        *found, dentering = replayed((*packed, *incoming), values, lambda: tuple(call(_backward_op, *inputs)))
+        rest = iter(found)
+        # Gradients of one buffer are those of B rows, one after another.
+        gradients = [next(rest).view_as(x) if need else None for need, x in zip(needs[:-1], given)]
         dstarting: Tensor | None = None
         if t.initial_state is not None and needs[-1]:
-            dstarting = dentering[halo.context.starting_pieces(halo.B, dentering.device)].to(t.initial_state.dtype)
-        gradients.append(dstarting)
-        residual = DIFFERENTIABLE - 2
-        if (dresidual := gradients[residual]) is not None:
-            gradients[residual] = dresidual.view(t.x.shape)
-        return *gradients, *[None] * (len(ctx.needs_input_grad) - DIFFERENTIABLE)
+            dstarting = dentering[context.starting_pieces(halos.batch, t.x.device)].to(t.initial_state.dtype)
+        return *gradients, dstarting, *[None] * (len(ctx.needs_input_grad) - DIFFERENTIABLE)
 
 
-class _Halo:
-    """Halos of a rank's pieces: the latest `width` inputs before each, [.., D, width], oldest first."""
+class Halos(NamedTuple):
+    """How ranks exchange the halos of their pieces: fields of the registered operators' schema.
 
-    def __init__(self, x: Tensor, width: int, context: ContextParallel):
-        self.B, self.T, self.D = x.shape
-        self.width, self.context, self.dtype = width, context, wide(x.dtype)
+    Attributes:
+        batch, tokens: B and T of this rank's x.
+        pieces: Number of this rank's pieces.
+        chains: `numbers_of_chains` of the partition.
+        rank, world: This rank, and the number of ranks.
+        group: Name of the process group.
+    """
 
-    def one_buffer(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [1, B T, D]."""
-        return x if self.B == 1 else x.reshape(1, self.B * self.T, self.D)
+    batch: int
+    tokens: int
+    pieces: int
+    chains: list[int]
+    rank: int
+    world: int
+    group: str
 
-    def packed(self, t: ConvTensors, entering: Tensor) -> ConvTensors:
-        """The call with all pieces as sequences of one packed buffer."""
-        residual = None if t.residual is None else self.one_buffer(t.residual)
-        at = self.context.boundaries(self.B, t.x.device)
-        return ConvTensors(self.one_buffer(t.x), t.weight, t.bias, residual, entering, at)
+    @classmethod
+    def of(cls, x: Tensor, context: ContextParallel) -> Halos:
+        (batch, tokens), pieces, chains = x.shape[:2], len(context.pieces), context.chain_numbers
+        return cls(batch, tokens, pieces, chains, context.rank, context.world, context.group.group_name)
 
-    def rows(self, piece: Piece) -> slice:
-        """Slice of the states of all pieces that belongs to one piece: B rows."""
-        return slice(piece.number, None, len(self.context.pieces))
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The fields as values of a cache key."""
+        return *self[:3], Lengths(self.chains), *self[4:]
 
-    def zeros(self, x: Tensor, *counts: int) -> Tensor:
-        return x.new_zeros(*counts, self.D, self.width, dtype=self.dtype)
 
-    def own_inputs(self, piece: Piece) -> int:
-        """Number of inputs of the piece among the latest `width` inputs at its end."""
-        return min(piece.length, self.width)
+def _packed(t: ConvTensors, states: Tensor | None, context: ContextParallel) -> ConvTensors:
+    """The call with all pieces as sequences of one packed buffer, from these states."""
+    residual = None if t.residual is None else _one_row(t.residual)
+    at = context.boundaries(t.x.shape[0], t.x.device)
+    return ConvTensors(_one_row(t.x), t.weight, t.bias, residual, states, at)
 
-    def entering(self, x: Tensor, initial_state: Tensor | None) -> Tensor:
-        """Gather the halos [B pieces, D, width] of this rank's pieces; one collective if a sequence spans ranks."""
-        partition, pieces = self.context.partition, self.context.pieces
-        entering = self.zeros(x, self.B * len(pieces))
-        if initial_state is not None:
-            entering[self.context.starting_pieces(self.B, x.device)] = initial_state.to(self.dtype)
-        send_buffer = self.zeros(x, partition.most_outgoing, self.B)
-        for piece in pieces:
-            if piece.outgoing >= 0:
-                n, end = self.own_inputs(piece), piece.offset + piece.length
-                if piece.first and n < self.width:
-                    send_buffer[piece.outgoing, ..., : self.width - n] = entering[self.rows(piece)][..., n:]
-                send_buffer[piece.outgoing, ..., self.width - n :] = x[:, end - n : end].transpose(1, 2)
-        gathered = self.context.all_gather(send_buffer)
-        entering = after(entering, gathered)
-        for chain in partition.chains:
+
+def _one_row(x: Tensor) -> Tensor:
+    """[B, T, D] -> [1, B T, D]."""
+    return x if x.shape[0] == 1 else x.reshape(1, x.shape[0] * x.shape[1], x.shape[2])
+
+
+# --- registered operators ---------------------------------------------------------------------------------------------
+
+
+class _Exchange:
+    """Exchange of halos, [.., D, width] with the oldest input first, between a rank's pieces and other ranks."""
+
+    def __init__(self, x: Tensor, weight: Tensor, halos: Halos):
+        self.B, self.T, self.pieces, numbers, self.rank, self.world, self.group = halos
+        self.chains, self.dtype = chains_of_numbers(numbers), wide(x.dtype)
+        self.D, self.width = weight.shape[0], weight.shape[1] - 1
+        every = [piece for chain in self.chains for piece in chain]
+        self.outgoing = [piece for piece in every if piece.rank == self.rank and piece.outgoing >= 0]
+        self.incoming = [piece for piece in every if piece.rank == self.rank and piece.incoming >= 0]
+        self.most_outgoing = max((1 + piece.outgoing for piece in every), default=0)
+        self.most_incoming = max((1 + piece.incoming for piece in every), default=0)
+
+    def entering(self, x: Tensor, starting: Tensor | None) -> Tensor:
+        """Gather the halos [B pieces, D, width] of this rank's pieces, from x and the states where sequences begin."""
+        received = len(self.incoming) == self.pieces
+        entering = self.states(x, self.B * self.pieces, written=received) if starting is None else starting.clone()
+        full = all(piece.first or piece.length >= self.width for piece in self.outgoing)
+        written = full and len(self.outgoing) == self.most_outgoing
+        send_buffer = self.states(x, self.most_outgoing, self.B, written=written)
+        for piece in self.outgoing:
+            n, sent = self.own_inputs(piece), send_buffer[piece.outgoing]
+            if piece.first and n < self.width:
+                sent[..., : self.width - n] = self.of(entering, piece)[..., n:]
+            sent[..., self.width - n :] = self.latest_inputs(x, piece)
+        gathered = AllGather(send_buffer, self.world, self.group).wait()
+        for chain in self.chains:
             latest = gathered[chain[0].rank, chain[0].outgoing]
             for before, piece in pairwise(chain):
                 n, sent = self.own_inputs(before), gathered[before.rank, before.outgoing]
                 # A first piece has sent the inputs before it too. A piece of `width` tokens or more needs none of them.
                 whole = before.first or n == self.width
                 latest = sent if whole else torch.cat([latest[..., n:], sent[..., self.width - n :]], -1)
-                if piece.rank == self.context.rank:
-                    entering[self.rows(piece)] = latest
+                if piece.rank == self.rank:
+                    self.of(entering, piece).copy_(latest)
         return entering
 
-    def gather_gradients(self, dentering: Tensor) -> Tensor:
-        """All-gather the gradients [B pieces, D, width] of all halos; one collective if a sequence spans ranks.
-
-        Returns:
-            [world, rows, B, D, width].
-        """
-        send_buffer = self.zeros(dentering, self.context.partition.most_incoming, self.B)
-        for piece in self.context.pieces:
-            if piece.incoming >= 0:
-                send_buffer[piece.incoming] = dentering[self.rows(piece)]
-        return self.context.all_gather(after(send_buffer, dentering))
-
-    def add_received(self, gathered: Tensor, dentering: Tensor, dx: Tensor | None) -> None:
-        """Add the gathered gradients of halos to the gradients of this rank's inputs and initial states.
+    def return_gradients(self, dentering: Tensor, dx: Tensor | None) -> None:
+        """Gather the gradients of all halos, and add them to those of the inputs and states that they came from.
 
         Args:
-            gathered: Result of `gather_gradients`.
             dentering: [B pieces, D, width] gradients of this rank's halos; updated in place.
             dx: [1, B T, D] gradient of this rank's x, updated in place; or None.
         """
-        for chain in self.context.partition.chains:
+        written = len(self.incoming) == self.most_incoming
+        send_buffer = self.states(dentering, self.most_incoming, self.B, written=written)
+        for piece in self.incoming:
+            send_buffer[piece.incoming] = self.of(dentering, piece)
+        gathered = AllGather(send_buffer, self.world, self.group).wait()
+        for chain in self.chains:
             dlatest = gathered[chain[-1].rank, chain[-1].incoming]
             for later, piece in pairwise(reversed(chain)):
                 n, received = self.own_inputs(later), gathered[later.rank, later.incoming]
                 # Inputs before a piece reach past it only if it has fewer than `width` tokens.
                 whole = later.last or n == self.width
                 dlatest = received if whole else received + pad(dlatest[..., : self.width - n], (n, 0))
-                if piece.rank != self.context.rank:
+                if piece.rank != self.rank:
                     continue
-                n, end = self.own_inputs(piece), piece.offset + piece.length
+                n = self.own_inputs(piece)
                 if dx is not None:
-                    rows = dx.view(self.B, self.T, self.D)[:, end - n : end]
-                    rows += dlatest[..., self.width - n :].transpose(1, 2).to(dx.dtype)
+                    self.latest_inputs(dx, piece).add_(dlatest[..., self.width - n :].to(dx.dtype))
                 if piece.first and n < self.width:
-                    dentering[self.rows(piece)][..., n:] += dlatest[..., : self.width - n]
+                    self.of(dentering, piece)[..., n:].add_(dlatest[..., : self.width - n])
+
+    def of(self, states: Tensor, piece: Piece) -> Tensor:
+        """The states of one piece: B of the rows of all pieces."""
+        return states[piece.number :: self.pieces]
+
+    def own_inputs(self, piece: Piece) -> int:
+        """Number of inputs of the piece among the latest `width` inputs at its end."""
+        return min(piece.length, self.width)
+
+    def latest_inputs(self, x: Tensor, piece: Piece) -> Tensor:
+        """View [B, D, n] of the latest `own_inputs` of a piece."""
+        end = piece.offset + piece.length
+        return x.view(self.B, self.T, -1)[:, end - self.own_inputs(piece) : end].transpose(1, 2)
+
+    def states(self, x: Tensor, *counts: int, written: bool) -> Tensor:
+        """Allocate [*counts, D, width]: zeros, or uninitialized if all of it will be written."""
+        make = x.new_empty if written else x.new_zeros
+        return make(*counts, self.D, self.width, dtype=self.dtype)
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    t, halos, settings = _read(arguments)
+    entering = _Exchange(t.x, t.weight, halos).entering(t.x, t.initial_state)
+    y, latest = call(forward_op, *t._replace(initial_state=entering), *settings)
+    return y, latest, entering
+
+
+def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    t, halos, (output_final_state, *_) = _read(arguments)
+    shape = halos.batch * halos.pieces, t.weight.shape[0], t.weight.shape[1] - 1
+    entering = t.x.new_empty(shape, dtype=wide(t.x.dtype))
+    latest = torch.empty_like(entering) if output_final_state else t.x.new_empty(0)
+    return t.x.new_empty(t.x.shape), latest, entering
+
+
+def _backward(*arguments: Any) -> list[Tensor]:
+    t, halos, (dy, dlatest, needs, *settings) = _read(arguments)
+    found: list[Tensor] = call(backward_op, *t, dy, dlatest, needs, *settings)
+    _Exchange(t.x, t.weight, halos).return_gradients(found[-1], found[0] if needs[0] else None)
+    return found
+
+
+def _backward_fake(*arguments: Any) -> list[Tensor]:
+    t, _, (_, _, needs, *_) = _read(arguments)
+    return [x.new_empty(x.shape) for x, need in zip(t, needs) if need and x is not None]
+
+
+def _read(arguments: tuple[Any, ...]) -> tuple[ConvTensors, Halos, tuple[Any, ...]]:
+    """An operator's tensors, how halos are exchanged, and its other arguments."""
+    tensors, rest = arguments[: DIFFERENTIABLE + 1], arguments[DIFFERENTIABLE + 1 :]
+    count = len(Halos._fields)
+    return ConvTensors(*tensors), Halos(*rest[:count]), rest[count:]
+
+
+_HALOS = "int batch, int tokens, int pieces, int[] chains, int rank, int world, str group"
+
+_forward_op = register(
+    f"conv_rank_fwd({TENSORS_SCHEMA}, {_HALOS}, bool output_final_state, bool activated, str backend) "
+    "-> (Tensor y, Tensor final_state, Tensor entering)",
+    _forward,
+    _forward_fake,
+)
+_backward_op = register(
+    f"conv_rank_bwd({TENSORS_SCHEMA}, {_HALOS}, Tensor? dy, Tensor? dlatest, bool[] needs, bool activated, "
+    "str backend) -> Tensor[]",
+    _backward,
+    _backward_fake,
+)

@@ -37,7 +37,6 @@ from wyfold.autograd.delta_records import (
     transpose_if_v_first,
 )
 from wyfold.context_parallel import delta_by_operator, delta_by_segments
-from wyfold.context_parallel.collectives import after
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.context_parallel.delta_rank import RankBackwardInputs, RankCall
 from wyfold.runtime.options import DeltaOptions
@@ -63,13 +62,13 @@ class DeltaAcrossRanks(torch.autograd.Function):
         *given, options, context = arguments
         t = DeltaTensors(*given)
         call, device = RankCall(t, options, context), t.q.device
-        entering = call.states_at_pieces(t.initial_state, context.starting_pieces(call.B, device))
-        implementation = ranked_implementation_for(call)
-        send_buffer, kept = implementation.maps(call, entering)
-        o, final_state, saved = implementation.forward(call, entering, kept, context.all_gather_async(send_buffer))
+        starting: Tensor | None = None
+        if t.initial_state is not None:
+            starting = call.states_at_pieces(t.initial_state, context.starting_pieces(call.B, device))
+        o, final_state, saved = ranked_implementation_for(call).forward(call, starting)
         ctx.set_materialize_grads(False)
         ctx.options, ctx.context, ctx.partition = options, context, context.partition
-        ctx.save_for_backward(*given, _incoming_maps(call, send_buffer), *saved)
+        ctx.save_for_backward(*given, *saved)
         if options.final_state:
             final_state = transpose_if_v_first(final_state[context.ending_pieces(call.B, device)], options).to(
                 options.state_dtype
@@ -80,22 +79,14 @@ class DeltaAcrossRanks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dST: Tensor | None) -> tuple[Tensor | None, ...]:
         kept = ctx.saved_tensors  # read once: checkpointing refuses a second unpacking
-        t, (incoming_M, *saved) = DeltaTensors(*kept[:TENSORS]), kept[TENSORS:]
+        t, saved = DeltaTensors(*kept[:TENSORS]), list(kept[TENSORS:])
         call, context, device = RankCall(t, ctx.options, ctx.context), ctx.context, t.q.device
-        if context.partition is not ctx.partition:  # raised on every rank, before the all-gather
-            op = call.options.operator
-            raise ValueError(
-                f"{op}: cp_context must be as in the forward, got one that was updated before the backward"
-            )
+        context.require_partition(call.options.operator, ctx.partition)
         needs = gradient_needs(call.options, ctx.needs_input_grad)
-        dST = dST if call.options.final_state else None
-        if do is None:
-            do = t.v.new_zeros(()).expand(t.v.shape)
-        dleaving = call.states_at_pieces(dST, context.ending_pieces(call.B, device))
-        implementation = ranked_implementation_for(call)
-        send_buffer, made = implementation.maps_back(call, do, dleaving, incoming_M, saved)
-        gathered = context.all_gather_async(after(send_buffer, do, dST))
-        gradients = implementation.backward(call, RankBackwardInputs(do, dleaving, saved, needs), made, gathered)
+        dleaving: Tensor | None = None
+        if dST is not None and call.options.final_state:
+            dleaving = call.states_at_pieces(dST, context.ending_pieces(call.B, device))
+        gradients = ranked_implementation_for(call).backward(call, RankBackwardInputs(do, dleaving, saved, needs))
         if needs[INITIAL_STATE] and t.initial_state is not None:
             starting = gradients[INITIAL_STATE][context.starting_pieces(call.B, device)]
             gradients[INITIAL_STATE] = transpose_if_v_first(starting, call.options).to(t.initial_state.dtype)
@@ -109,61 +100,25 @@ class DeltaAcrossRanks(torch.autograd.Function):
 class RankedDeltaImplementation(Protocol):
     """An implementation of both directions of a rank's call: a module.
 
-    Each direction has two steps. The first computes what this rank sends, the second reads what all ranks sent.
+    Each direction gathers one send buffer from all ranks. In the forward it has H and M of the pieces whose sequences
+    continue on another rank, [most_outgoing, B, HV, K, V + K]; in the backward c and M^T of the pieces whose sequences
+    began on another rank, [most_incoming, B, HV, K, V + K]. Rows without a piece are zeros.
     """
 
-    def maps(self, call: RankCall, entering: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Summarize the pieces whose sequences continue on another rank.
-
-        Args:
-            call: This rank's part of the call.
-            entering: [B pieces, HV, K, V] initial states of the sequences that begin here; zeros elsewhere.
-
-        Returns:
-            [send_rows, B, HV, K, V + K] H and M of these pieces, padded with zeros to the rows that every rank sends;
-            the tensors that `forward` reads.
-        """
-
-    def forward(
-        self, call: RankCall, entering: Tensor, kept: list[Tensor], gathered: Tensor
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def forward(self, call: RankCall, starting: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         """Run the pieces from the states that enter them.
 
         Args:
             call: This rank's part of the call.
-            entering, kept: Argument and second result of `maps`.
-            gathered: [world, send_rows, B, HV, K, V + K] send buffers of all ranks, maybe still being gathered.
+            starting: [B pieces, HV, K, V] initial states of the sequences that begin here, zeros elsewhere; None for
+                zeros.
 
         Returns:
             Output, final states of all pieces, tensors that the backward reads.
         """
 
-    def maps_back(
-        self, call: RankCall, do: Tensor, dleaving: Tensor, incoming_M: Tensor, saved: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Summarize the backward of the pieces whose sequences began on another rank.
-
-        Args:
-            call: This rank's part of the call.
-            do: [B, T, HV, V] gradient of the output.
-            dleaving: [B pieces, HV, K, V] gradients of the final states of sequences that end here; zeros elsewhere.
-            incoming_M: [incoming, B, HV, K, K] maps M of these pieces; zeros if the sequence ends in the piece.
-            saved: Third result of `forward`.
-
-        Returns:
-            [send_rows, B, HV, K, V + K] c of these pieces and the transposed maps, padded with zeros to the rows that
-            every rank sends; the tensors that `backward` reads.
-        """
-
-    def backward(self, call: RankCall, given: RankBackwardInputs, kept: list[Tensor], gathered: Tensor) -> list[Tensor]:
-        """Compute every needed gradient.
-
-        Args:
-            call: This rank's part of the call.
-            given: Inputs of the backward.
-            kept: Second result of `maps_back`; this call may empty it, to free memory.
-            gathered: [world, send_rows, B, HV, K, V + K] send buffers of all ranks, maybe still being gathered.
-        """
+    def backward(self, call: RankCall, given: RankBackwardInputs) -> list[Tensor]:
+        """Compute every needed gradient; that of the initial states [B pieces, HV, K, V]."""
 
 
 def ranked_implementation_for(call: RankCall) -> RankedDeltaImplementation:
@@ -178,19 +133,3 @@ def ranked_implementation_for(call: RankCall) -> RankedDeltaImplementation:
 def summarized_by_kernels(context: ContextParallel, B: int, K: int, V: int) -> bool:
     """Whether the chunk kernels can compute the maps of this rank's pieces: not for wide states or without tokens."""
     return max(K, V) <= WIDEST and B * context.tokens > 0 and len(context.pieces) > 0
-
-
-def _incoming_maps(call: RankCall, send_buffer: Tensor) -> Tensor:
-    """Copy the maps M that the backward sends.
-
-    Returns:
-        [incoming, B, HV, K, K] M of the pieces that began on another rank; zeros for sequences that end here. Without
-        a backward there are no rows.
-    """
-    K, V = call.tensors.q.shape[3], call.tensors.v.shape[3]
-    incoming = [piece for piece in call.context.pieces if not piece.first] if call.options.save else []
-    maps = call.states(len(incoming) * call.B, K).unflatten(0, (len(incoming), call.B))
-    for piece in incoming:
-        if not piece.last:
-            maps[piece.incoming] = send_buffer[piece.outgoing, ..., V:]
-    return maps

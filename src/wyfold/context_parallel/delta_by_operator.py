@@ -11,57 +11,79 @@ from torch import Tensor
 
 from wyfold.autograd.delta import implementation_for, run, run_backward
 from wyfold.autograd.delta_records import DIFFERENTIABLE, INITIAL_STATE, DeltaBackwardInputs
-from wyfold.context_parallel.collectives import after, wait_gathered
+from wyfold.context_parallel.collectives import after
 from wyfold.context_parallel.delta_rank import RankBackwardInputs, RankCall
 from wyfold.context_parallel.partition import Piece
 from wyfold.context_parallel.routes import backward_routes, forward_routes
 from wyfold.kernels.rank_carry.eager import route_count, route_states
-from wyfold.runtime.torch_ops import call as called
+from wyfold.runtime.torch_ops import call as call_operator
 from wyfold.runtime.torch_ops import register
 
 
-def maps(call: RankCall, entering: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Compute H and M of the pieces that continue on another rank (`RankedDeltaImplementation.maps`)."""
-    K, V = call.tensors.q.shape[3], call.tensors.v.shape[3]
-    outgoing = [piece for piece in call.context.pieces if not piece.last]
-    send_rows = call.context.partition.most_outgoing
+def forward(call: RankCall, starting: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """Run all pieces (`RankedDeltaImplementation.forward`).
+
+    Saves the states that enter the pieces, `_incoming_maps`, and what the operator saves.
+    """
+    K, V, context = call.K, call.V, call.context
+    entering = call.states(call.B * len(context.pieces), V) if starting is None else starting
+    send_rows = context.partition.most_outgoing
     send_buffer = call.states(send_rows * call.B, V + K).unflatten(0, (send_rows, call.B))
-    for piece in outgoing:
+    for piece in context.pieces:
+        if piece.last:
+            continue
         S = entering[call.rows(piece)]
         if piece.first:  # M stays zero, because H includes the initial state
             options = call.inside._replace(final_state=True, save=False, keep_factors=False)
             send_buffer[piece.outgoing, ..., :V] = run(call.alone(piece, S), options)[0].final_state
         else:
             send_buffer[piece.outgoing] = call.affine_map(piece, S)
-    return send_buffer, []
-
-
-def forward(
-    call: RankCall, entering: Tensor, kept: list[Tensor], gathered: Tensor
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Run all pieces from their entering states (`RankedDeltaImplementation.forward`)."""
-    S = _received(gathered, forward_routes(call.context.partition, call.context.rank), call.tensors.v.shape[3])
+    gathered = context.all_gather(send_buffer)
+    S = call_operator(_route_op, gathered, forward_routes(context.partition, context.rank), V)
     entering = after(entering.clone(), gathered)
-    for piece in call.context.pieces:
+    for piece in context.pieces:
         if not piece.first:
             entering[call.rows(piece)] = S[piece.incoming]
     result, saved = run(call.packed(entering), call.inside)
-    return result.o, result.final_state, [entering, *saved]
+    return result.o, result.final_state, [entering, _incoming_maps(call, send_buffer), *saved]
 
 
-def maps_back(
-    call: RankCall, do: Tensor, dleaving: Tensor, incoming_M: Tensor, saved: list[Tensor]
-) -> tuple[Tensor, list[Tensor]]:
-    """Compute c of the pieces that began on another rank (`RankedDeltaImplementation.maps_back`)."""
-    K, V = call.tensors.q.shape[3], do.shape[3]
-    send_rows = call.context.partition.most_incoming
+def backward(call: RankCall, given: RankBackwardInputs) -> list[Tensor]:
+    """Compute every needed gradient (`RankedDeltaImplementation.backward`)."""
+    K, V, context = call.K, call.V, call.context
+    entering, incoming_M, *saved = given.saved
+    do = call.tensors.v.new_zeros(()).expand(call.tensors.v.shape) if given.do is None else given.do
+    leaving = call.states(call.B * len(context.pieces), V) if given.dleaving is None else given.dleaving
+    send_rows = context.partition.most_incoming
     send_buffer = call.states(send_rows * call.B, V + K).unflatten(0, (send_rows, call.B))
-    for piece in call.context.pieces:
+    for piece in context.pieces:
         if not piece.first:
             rows = call.rows(piece)
-            send_buffer[piece.incoming, ..., :V] = _back_through(call, piece, saved[0][rows], do, dleaving[rows])
+            send_buffer[piece.incoming, ..., :V] = _back_through(call, piece, entering[rows], do, leaving[rows])
             send_buffer[piece.incoming, ..., V:] = incoming_M[piece.incoming].mT
-    return send_buffer, []
+    gathered = context.all_gather(after(send_buffer, given.do, given.dleaving))
+    dS = call_operator(_route_op, gathered, backward_routes(context.partition, context.rank), V)
+    leaving = after(leaving.clone(), gathered)
+    for piece in context.pieces:
+        if not piece.last:
+            leaving[call.rows(piece)] = dS[piece.outgoing]
+    packed = call.packed(entering)
+    return run_backward(DeltaBackwardInputs(packed, call.inside, saved, call.one_buffer(do), leaving, given.needs))
+
+
+def _incoming_maps(call: RankCall, send_buffer: Tensor) -> Tensor:
+    """Copy the maps M that the backward sends.
+
+    Returns:
+        [incoming, B, HV, K, K] M of the pieces that began on another rank; zeros for sequences that end here. Without
+        a backward there are no rows.
+    """
+    incoming = [piece for piece in call.context.pieces if not piece.first] if call.options.save else []
+    maps = call.states(len(incoming) * call.B, call.K).unflatten(0, (len(incoming), call.B))
+    for piece in incoming:
+        if not piece.last:
+            maps[piece.incoming] = send_buffer[piece.outgoing, ..., call.V :]
+    return maps
 
 
 def _back_through(call: RankCall, piece: Piece, S: Tensor, do: Tensor, dS: Tensor) -> Tensor:
@@ -76,30 +98,8 @@ def _back_through(call: RankCall, piece: Piece, S: Tensor, do: Tensor, dS: Tenso
     return run_backward(DeltaBackwardInputs(t, options, saved, d_out, dS, needs))[INITIAL_STATE]
 
 
-def backward(call: RankCall, given: RankBackwardInputs, kept: list[Tensor], gathered: Tensor) -> list[Tensor]:
-    """Compute every needed gradient (`RankedDeltaImplementation.backward`)."""
-    dS = _received(gathered, backward_routes(call.context.partition, call.context.rank), given.do.shape[3])
-    dleaving = after(given.dleaving.clone(), gathered)
-    for piece in call.context.pieces:
-        if not piece.last:
-            dleaving[call.rows(piece)] = dS[piece.outgoing]
-    entering, *saved = given.saved
-    packed, do = call.packed(entering), call.one_buffer(given.do)
-    return run_backward(DeltaBackwardInputs(packed, call.inside, saved, do, dleaving, given.needs))
-
-
-def _received(gathered: Tensor, routes: list[int], V: int) -> Tensor:
-    """Wait for the gathered buffers and compute the states at the ends of routes (`route_states`), for a compiler."""
-    found: Tensor = called(_received_op, gathered, routes, V)
-    return found
-
-
-def _received_fake(gathered: Tensor, routes: list[int], V: int) -> Tensor:
-    return gathered.new_empty(route_count(routes), *gathered.shape[2:-1], V)
-
-
-_received_op = register(
+_route_op = register(  # an operator, because its products must have full precision
     "delta_received(Tensor gathered, int[] routes, int V) -> Tensor",
-    lambda gathered, routes, V: route_states(wait_gathered(gathered), routes, V),
-    _received_fake,
+    route_states,
+    lambda gathered, routes, V: gathered.new_empty(route_count(routes), *gathered.shape[2:-1], V),
 )

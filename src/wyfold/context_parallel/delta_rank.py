@@ -31,12 +31,25 @@ class RankCall(NamedTuple):
     context: ContextParallel
 
     @property
+    def exchange(self) -> Exchange:
+        partition, group = self.context.partition, self.context.group.group_name
+        return Exchange(self.B, partition.most_outgoing, partition.most_incoming, self.context.world, group)
+
+    @property
     def B(self) -> int:
         return self.tensors.v.shape[0]
 
     @property
     def T(self) -> int:
         return self.tensors.v.shape[1]
+
+    @property
+    def K(self) -> int:
+        return self.tensors.q.shape[3]
+
+    @property
+    def V(self) -> int:
+        return self.tensors.v.shape[3]
 
     @property
     def inside(self) -> DeltaOptions:
@@ -46,14 +59,14 @@ class RankCall(NamedTuple):
     def states(self, count: int, columns: int) -> Tensor:
         """Allocate wide states [count, HV, K, columns] of zeros."""
         t = self.tensors
-        return t.q.new_zeros(count, t.v.shape[2], t.q.shape[3], columns, dtype=wide(t.q.dtype))
+        return t.q.new_zeros(count, t.v.shape[2], self.K, columns, dtype=wide(t.q.dtype))
 
     def one_buffer(self, x: Tensor) -> Tensor:
         """[B, T, ...] -> [1, B T, ...]."""
         return x if self.B == 1 else x.reshape(1, self.B * self.T, *x.shape[2:])
 
-    def packed(self, entering: Tensor) -> DeltaTensors:
-        """The call with all pieces as sequences of one packed buffer."""
+    def packed(self, entering: Tensor | None) -> DeltaTensors:
+        """The call with all pieces as sequences of one packed buffer, from these initial states."""
         t = self.tensors.map_tokens(self.one_buffer)
         at = self.context.boundaries(self.B, t.q.device)
         on_cpu = self.context.boundaries(self.B, torch.device("cpu"))
@@ -68,19 +81,20 @@ class RankCall(NamedTuple):
         """Slice of the states of all pieces that belongs to one piece: B rows."""
         return slice(piece.number, None, len(self.context.pieces))
 
-    def states_at_pieces(self, given: Tensor | None, numbers: Tensor) -> Tensor:
+    def states_at_pieces(self, given: Tensor | None, numbers: Tensor) -> Tensor | None:
         """Scatter the caller's states, or gradients of states, to pieces.
 
         Args:
-            given: [len(numbers), HV, K, V] in the caller's layout; None for zeros.
+            given: [len(numbers), HV, K, V] in the caller's layout, or None.
             numbers: Rows of the result.
 
         Returns:
-            [B pieces, HV, K, V] wide states; zeros at the other pieces.
+            [B pieces, HV, K, V] wide states, zeros at the other pieces; None for None.
         """
-        found = self.states(self.B * len(self.context.pieces), self.tensors.v.shape[3])
-        if given is not None:
-            found[numbers] = transpose_if_v_first(given, self.options).to(found.dtype)
+        if given is None:
+            return None
+        found = self.states(self.B * len(self.context.pieces), self.V)
+        found[numbers] = transpose_if_v_first(given, self.options).to(found.dtype)
         return found
 
     def affine_map(self, piece: Piece, S: Tensor, start: int = 0) -> Tensor:
@@ -100,17 +114,35 @@ class RankCall(NamedTuple):
         return torch.cat([H, M], dim=-1)
 
 
+class Exchange(NamedTuple):
+    """What a rank exchanges with the others: the size of the send buffers, and the group.
+
+    Attributes:
+        batch: B, the rows of each piece.
+        most_outgoing, most_incoming: As in `Partition`.
+        world: Number of ranks.
+        group: Name of the process group.
+    """
+
+    batch: int
+    most_outgoing: int
+    most_incoming: int
+    world: int
+    group: str
+
+
 class RankBackwardInputs(NamedTuple):
     """Inputs of the backward of a rank's call.
 
     Attributes:
-        do: [B, T, HV, V] gradient of the output.
-        dleaving: [B pieces, HV, K, V] gradients of the final states of sequences that end here; zeros elsewhere.
+        do: [B, T, HV, V] gradient of the output; None for zeros.
+        dleaving: [B pieces, HV, K, V] gradients of the final states of sequences that end here, zeros elsewhere; None
+            for zeros.
         saved: Tensors that the forward saved.
         needs: For each differentiable tensor, whether its gradient is needed.
     """
 
-    do: Tensor
-    dleaving: Tensor
+    do: Tensor | None
+    dleaving: Tensor | None
     saved: list[Tensor]
     needs: list[bool]

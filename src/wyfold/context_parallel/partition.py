@@ -7,17 +7,18 @@ final state of the piece before it. Gradients of states go the opposite way.
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 Range = tuple[int, int]
 LAYOUTS = ("contiguous", "zigzag", "fragments")
+_LISTED = 6  # entries of a long list that a description shows
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A run of one sequence's tokens that one rank holds.
 
     Attributes:
@@ -55,6 +56,25 @@ class Handover(NamedTuple):
     target: Piece
 
 
+class RankSizes(NamedTuple):
+    """Sizes of a rank's shard, from which a call is checked and planned.
+
+    Attributes:
+        tokens: Tokens of the shard.
+        pieces: Pieces of the shard.
+        starts: Sequences that begin in the shard.
+        most_outgoing, most_incoming: As in `Partition`.
+        dense: Whether the batch is dense, without boundaries.
+    """
+
+    tokens: int
+    pieces: int
+    starts: int
+    most_outgoing: int
+    most_incoming: int
+    dense: bool
+
+
 @dataclass(frozen=True)
 class Partition:
     """The partition of one global buffer over ranks.
@@ -82,6 +102,11 @@ class Partition:
         """Number of tokens that a rank owns."""
         return sum(stop - start for start, stop in self.ranges[rank])
 
+    def sizes(self, rank: int, *, dense: bool) -> RankSizes:
+        starts = sum(piece.first for piece in self.pieces[rank])
+        most = self.most_outgoing, self.most_incoming
+        return RankSizes(self.tokens(rank), len(self.pieces[rank]), starts, *most, dense)
+
     def handovers(self, depth: int) -> list[Handover]:
         """Handovers from the pieces of a depth (0: the first of a sequence) to the next pieces."""
         return [Handover(*chain[depth : depth + 2]) for chain in self.chains if len(chain) > depth + 1]
@@ -92,6 +117,21 @@ class Partition:
         if depth == 0:
             found += [piece for piece in self.pieces[rank] if piece.first and piece.last]
         return sorted(found, key=lambda piece: piece.number)
+
+
+def numbers_of_chains(chains: Sequence[Sequence[Piece]]) -> list[int]:
+    """The chains as numbers, for the schema of a registered operator: of each, its length and its pieces' fields."""
+    return [n for chain in chains for n in (len(chain), *(int(field) for piece in chain for field in piece))]
+
+
+def chains_of_numbers(numbers: Sequence[int]) -> list[list[Piece]]:
+    """The inverse of `numbers_of_chains`."""
+    chains, at, width = [], 0, len(Piece._fields)
+    while at < len(numbers):
+        stop = at + 1 + numbers[at] * width
+        chains.append([Piece._make(numbers[start : start + width]) for start in range(at + 1, stop, width)])
+        at = stop
+    return chains
 
 
 def owned_ranges(layout: str, total: int, world: int) -> list[list[Range]]:
@@ -186,5 +226,15 @@ def _numbered(pieces: Sequence[Piece]) -> Iterator[Piece]:
     outgoing = incoming = 0
     for piece in pieces:
         leaves, enters = not piece.last, not piece.first
-        yield replace(piece, outgoing=outgoing if leaves else -1, incoming=incoming if enters else -1)
+        yield piece._replace(outgoing=outgoing if leaves else -1, incoming=incoming if enters else -1)
         outgoing, incoming = outgoing + leaves, incoming + enters
+
+
+def describe_partition(bounds: Sequence[int], ranges: Sequence[Sequence[Range]], *, dense: bool) -> str:
+    """Describe a partition for comparison between ranks: its first entries for the reader, and a digest of all."""
+    ends = str(bounds[1 : _LISTED + 1])[1:-1] + ", .." * (len(bounds) > _LISTED + 1)
+    what = "whole rows" if dense else f"sequences that end at {ends}"
+    own = ["+".join(f"{start}-{stop}" for start, stop in some[:_LISTED]) or "nothing" for some in ranges[:_LISTED]]
+    shards = ", ".join([*own, *[".."] * (len(ranges) > _LISTED)])
+    digest = hashlib.sha256(repr((bounds, ranges, dense)).encode()).hexdigest()[:16]
+    return f"{what} in shards {shards} ({digest})"

@@ -123,7 +123,7 @@ class _WithPrecedingRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, context: ContextParallel, routes: Routes) -> Tensor:
-        ctx.context, ctx.routes, ctx.tokens = context, routes, len(x)
+        ctx.context, ctx.partition, ctx.routes, ctx.tokens = context, context.partition, routes, len(x)
         send_buffer, place = x.new_zeros(routes.most, *x.shape[1:]), 0
         for start, stop in routes.sent[context.rank]:
             send_buffer[place : place + stop - start] = x[start:stop]
@@ -144,6 +144,7 @@ class _WithPrecedingRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         context, routes = ctx.context, ctx.routes
+        context.require_partition("SoftmaxAttention", ctx.partition)
         dx, returned = dy.new_zeros(ctx.tokens, *dy.shape[1:]), dy.new_zeros(context.world, routes.most, *dy.shape[1:])
         read = 0
         for piece, sources in zip(context.pieces, routes.pieces, strict=True):

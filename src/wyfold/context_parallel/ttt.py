@@ -25,6 +25,7 @@ from wyfold.autograd.ttt_records import DIFFERENTIABLE, TENSORS, TTTOptions, TTT
 from wyfold.context_parallel.collectives import after
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.context_parallel.partition import Handover, Piece
+from wyfold.context_parallel.waves import Wave, waves
 from wyfold.kernels.ttt import State
 from wyfold.runtime.torch_ops import apply, once_differentiable
 from wyfold.tile.index.eager import wide
@@ -67,6 +68,7 @@ class TTTAcrossRanks(torch.autograd.Function):
         o = after(o, gathered)
         ctx.set_materialize_grads(False)
         ctx.options, ctx.context, ctx.kept = options, context, [len(saved) for saved in kept]
+        ctx.partition = context.partition
         ctx.save_for_backward(*given, *states, *(x for saved in kept for x in saved))
         if not options.final_state:
             return o, o.new_empty(0), o.new_empty(0)
@@ -77,6 +79,7 @@ class TTTAcrossRanks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dS: Tensor | None, dc: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.context.require_partition(ctx.options.operator, ctx.partition)
         given = list(ctx.saved_tensors)  # read once: checkpointing refuses a second unpacking
         t, (S, c, *saved) = TTTTensors(*given[:TENSORS]), given[TENSORS:]
         states = State(S, c)
@@ -121,38 +124,6 @@ class TTTAcrossRanks(torch.autograd.Function):
         return *(dx if need else None for dx, need in zip(found, needs, strict=True)), *none
 
 
-class _Wave(NamedTuple):
-    """A rank's pieces of one depth.
-
-    Attributes:
-        pieces: The pieces, in token order.
-        states: [B pieces] their rows among the states of all pieces.
-        tokens: [n] indices of their tokens among the B T tokens of the rank; None for a single piece, which is a dense
-            batch.
-        cu_seqlens: [B pieces + 1] boundaries of the pieces; None for a dense batch.
-        forward: Handovers from this depth to the next, of all ranks.
-    """
-
-    pieces: list[Piece]
-    states: Tensor
-    tokens: Tensor | None
-    cu_seqlens: Tensor | None
-    forward: list[Handover]
-
-    def take(self, x: Tensor) -> Tensor:
-        """Select the pieces' tokens of x [B, T, ...]."""
-        if self.tokens is None:
-            return x.narrow(1, self.pieces[0].offset, self.pieces[0].length)
-        return x.flatten(0, 1).index_select(0, self.tokens)[None]
-
-    def put(self, out: Tensor, x: Tensor) -> None:
-        """Write the pieces' tokens x to a contiguous out [B, T, ...]."""
-        if self.tokens is None:
-            self.take(out).copy_(x)
-        else:
-            out.view(-1, *out.shape[2:]).index_copy_(0, self.tokens, x[0].to(out.dtype))
-
-
 class TTTRankCall(NamedTuple):
     """One rank's part of a call.
 
@@ -195,26 +166,11 @@ class TTTRankCall(NamedTuple):
         """Slice of the states of all pieces that belongs to one piece: B rows."""
         return slice(piece.number, None, len(self.context.pieces))
 
-    def waves(self) -> list[_Wave]:
+    def waves(self) -> list[Wave]:
         """Return one wave for every depth that any rank has."""
-        partition, rank, device = self.context.partition, self.context.rank, self.tensors.q.device
-        T, count = self.tensors.v.shape[1], len(self.context.pieces)
-        found = []
-        for depth in range(partition.depth + 1):
-            pieces = partition.wave(rank, depth)
-            placed = [(row, piece) for row in range(self.B) for piece in pieces]
-            numbers = [row * count + piece.number for row, piece in placed]
-            states = torch.tensor(numbers, dtype=torch.int64, device=device)
-            tokens = cu = None
-            if len(pieces) > 1:
-                starts = [row * T + piece.offset for row, piece in placed]
-                lengths = torch.tensor([0, *(piece.length for _, piece in placed)])
-                runs = [torch.arange(start, start + piece.length) for start, (_, piece) in zip(starts, placed)]
-                tokens, cu = torch.cat(runs).to(device), lengths.cumsum(0).to(device)
-            found.append(_Wave(pieces, states, tokens, cu, partition.handovers(depth)))
-        return found
+        return waves(self.context.partition, self.context.rank, self.B, self.tensors.q.device)
 
-    def tensors_of(self, wave: _Wave, states: State) -> TTTTensors:
+    def tensors_of(self, wave: Wave, states: State) -> TTTTensors:
         """The local call of a wave, from the states that enter its pieces."""
         t = self.tensors
         col = None if t.eta_col is None else wave.take(t.eta_col)

@@ -15,7 +15,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.context_parallel.preceding import with_preceding_rows
-from wyfold.layers.cache import LayerCache, sequences
+from wyfold.layers.cache import LayerCache
+from wyfold.layers.layer_call import sequences
 from wyfold.layers.rotary import rotate
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout

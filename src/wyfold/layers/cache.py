@@ -17,16 +17,12 @@ place, without a gradient. `DecodingPools` holds one pool per layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from wyfold.context_parallel.context import ContextParallel
-from wyfold.ops.rank_agreement import ranks_agree
 from wyfold.runtime import check
-from wyfold.runtime.layout import SequenceLayout
-from wyfold.runtime.torch_ops import autocast_dtype
 
 ACTIVATIONS = frozenset({"conv", "keys", "values"})
 """Cache tensors with the dtype of the layer's activations; other floating tensors are recurrent states."""
@@ -388,96 +384,3 @@ def require_cache(layer: str, cache: object) -> LayerCache:
             "; pass LayerCache(), which wrappers of modules do not copy, or LayerCache(tensors) to go on from tensors"
         )
     raise TypeError(f"{layer}: cache must be a wyfold.layers.LayerCache or None, got {type(cache).__name__}{to_do}")
-
-
-def sequences(
-    layer: str,
-    x: Tensor,
-    width: int,
-    reader: nn.Module,
-    layout: SequenceLayout | None,
-    cache: LayerCache | None,
-    holds: tuple[str, ...],
-    cp_context: ContextParallel | None = None,
-    alike: Callable[[Tensor], Mapping[str, object]] | None = None,
-) -> int:
-    """Check a layer's input, layout and cache against each other; return N, the number of sequences.
-
-    Args:
-        layer: Name for messages.
-        x: [B, T, width].
-        width: The layer's hidden_size.
-        reader: The layer's first projection of x.
-        layout: Boundaries of a packed input, for which B is 1. None: each row is a sequence.
-        cache: Tensors [N, ...], or empty, or None.
-        holds: Names of the tensors in the layer's cache. With another layer's cache it would silently start from zeros.
-        cp_context: Instead of layout and cache; N is then the number of sequences that begin on this rank. An error on
-            one rank in the first call of a kind is raised on all ranks.
-        alike: Returns the properties that must be equal on all ranks. None: the layer's operators compare theirs.
-
-    Raises:
-        TypeError: An argument has the wrong type, or x has another dtype than the parameters outside autocast.
-        ValueError: A shape contradicts the other arguments.
-    """
-
-    def count() -> int:
-        return _count(layer, x, width, reader, layout, cache, holds, cp_context)
-
-    if cp_context is None:
-        return count()
-    return ranks_agree(layer, cp_context, x, count, None if alike is None else lambda _: alike(x), module=())
-
-
-def _count(
-    layer: str,
-    x: Tensor,
-    width: int,
-    reader: nn.Module,
-    layout: SequenceLayout | None,
-    cache: LayerCache | None,
-    holds: tuple[str, ...],
-    cp_context: ContextParallel | None,
-) -> int:
-    """`sequences` without comparison of ranks."""
-    B, T = check.shapes(layer, x=(x, f"B T {width}")).values()
-    check.floating(layer, x=x)
-    _of_parameters(layer, x, reader)
-    if cp_context is not None:
-        if layout is not None or cache is not None:
-            given = "a layout" if layout is not None else "a cache"
-            raise ValueError(f"{layer}: cp_context must come without layout and cache, got {given}")
-        cp_context.check_tokens(layer, x, "x")
-        return B * len(cp_context.starts)
-    N = B
-    if layout is not None:
-        if not isinstance(layout, SequenceLayout):
-            raise TypeError(f"{layer}: layout must be a SequenceLayout or None, got {type(layout).__name__}")
-        if (B, T) != (1, layout.tokens):
-            wanted = [1, layout.tokens, width]
-            raise ValueError(f"{layer}: x must be [1, T, hidden_size] = {wanted} for its layout, got {list(x.shape)}")
-        N = layout.max_seqs
-    if cache is not None:
-        cache = require_cache(layer, cache)
-        if len(cache) and not cache.keys() >= set(holds):
-            raise ValueError(
-                f"{layer}: cache must be empty or hold {', '.join(holds)}, got {', '.join(map(str, cache))}"
-            )
-        for name, held in cache.items():
-            if check.tensor(layer, f"cache[{name!r}]", held).shape[:1] != (N,):
-                raise ValueError(f"{layer}: cache must hold the {N} sequences of x, got {name!r} {list(held.shape)}")
-    return N
-
-
-def _of_parameters(layer: str, x: Tensor, reader: nn.Module) -> None:
-    """Refuse an x whose dtype PyTorch's matrix product would refuse, with a clearer message.
-
-    A module that replaces the projection, for example with quantized parameters, checks its input itself.
-    """
-    if type(reader) is not nn.Linear or autocast_dtype(x.device.type) is not None:
-        return
-    if "forward" in reader.__dict__ or reader._forward_pre_hooks:  # a hook may cast what is stored in another dtype
-        return
-    wanted = reader.weight.dtype
-    if x.dtype != wanted:
-        expected, got = (str(dtype).removeprefix("torch.") for dtype in (wanted, x.dtype))
-        raise TypeError(f"{layer}: x must be {expected}, as the layer's parameters are, or under autocast, got {got}")

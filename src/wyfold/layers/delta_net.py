@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.kernels import table
-from wyfold.layers.cache import LayerCache, LayerPool, sequences
+from wyfold.layers.cache import LayerCache, LayerPool
 from wyfold.layers.conv import ShortConvolution
+from wyfold.layers.layer_call import sequences
 from wyfold.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
 from wyfold.ops.serving_delta import decode, prefill
 from wyfold.runtime import check

@@ -10,8 +10,9 @@ from torch.nn import functional as F
 
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.kernels import table
-from wyfold.layers.cache import LayerCache, sequences
+from wyfold.layers.cache import LayerCache
 from wyfold.layers.delta_net import RECURRENT_TOKENS, grouped_heads
+from wyfold.layers.layer_call import sequences
 from wyfold.layers.norm import GatedRMSNorm
 from wyfold.ops.gla import WIDEST, chunk_gla, fused_recurrent_gla
 from wyfold.runtime import check

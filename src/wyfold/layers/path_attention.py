@@ -12,8 +12,9 @@ from torch.nn.functional import logsigmoid, pad
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.kernels import table
 from wyfold.kernels.path_records import CHUNK
-from wyfold.layers.cache import LayerCache, sequences
+from wyfold.layers.cache import LayerCache
 from wyfold.layers.conv import ShortConvolution
+from wyfold.layers.layer_call import sequences
 from wyfold.ops.norm import l2norm
 from wyfold.ops.path_attention import PathKeys, parallel_path_attn
 from wyfold.runtime import check

@@ -10,10 +10,11 @@ from torch.nn.functional import gelu
 
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.kernels import table
-from wyfold.layers.cache import LayerCache, sequences
+from wyfold.layers.cache import LayerCache
 from wyfold.layers.conv import ShortConvolution
 from wyfold.layers.delta_net import grouped_heads
 from wyfold.layers.initial import set_normal_initial
+from wyfold.layers.layer_call import sequences
 from wyfold.layers.rotary import rotate
 from wyfold.ops.ttt_linear import TTTState, chunk_ttt_linear, fused_recurrent_ttt_linear
 from wyfold.runtime import check

@@ -11,7 +11,8 @@
 
 from wyfold.models.block import SwiGLU
 from wyfold.models.config import MIXERS, DecoderConfig
-from wyfold.models.decoder import IGNORED, Decoder
+from wyfold.models.decoder import Decoder
+from wyfold.models.decoder_call import IGNORED
 from wyfold.models.disk import CONFIG_FILE, WEIGHTS_FILE
 from wyfold.runtime.choices import RECOMPUTED
 

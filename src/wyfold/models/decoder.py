@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wyfold.context_parallel import collectives
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.kernels import table
 from wyfold.layers.cache import DecodingCache, DecodingPools, LayerCache, PooledCache
@@ -20,15 +18,12 @@ from wyfold.layers.initial import set_normal_initial
 from wyfold.models import disk
 from wyfold.models.block import Block
 from wyfold.models.config import DecoderConfig
+from wyfold.models.decoder_call import alike_on_ranks, check_call, check_ids, cross_entropy
 from wyfold.models.generation import Draw, continued
-from wyfold.ops.rank_agreement import ranks_agree
+from wyfold.ops.rank_agreement import ranked_call
 from wyfold.runtime import check
 from wyfold.runtime.choices import RECOMPUTED
 from wyfold.runtime.layout import SequenceLayout
-from wyfold.runtime.torch_ops import autocast_dtype
-
-_SHORT = 60  # maximal characters of a setting in a message
-IGNORED = -100  # label without a loss, as in torch.nn.functional.cross_entropy
 
 
 class Decoder(nn.Module):
@@ -119,45 +114,14 @@ class Decoder(nn.Module):
                 unless the context has check="always".
         """
         if cp_context is None:
-            self._check_call(ids, labels, layout, cache, cp_context, places)
+            check_call(self, ids, labels, layout, cache, cp_context, places)
             hidden = self._hidden(ids, layout, cache)
         else:
             hidden = self._hidden_across(ids, labels, layout, cache, cp_context, places)
         if places is not None:
             hidden = hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1]))
         logits = self._logits(hidden)
-        return logits, None if labels is None else _cross_entropy(logits, labels, layout, cp_context, places)
-
-    def _check_call(
-        self,
-        ids: Tensor,
-        labels: Tensor | None,
-        layout: SequenceLayout | None,
-        cache: DecodingCache | PooledCache | None,
-        cp_context: ContextParallel | None,
-        places: Tensor | None,
-    ) -> None:
-        """Refuse arguments of `forward` that do not fit together."""
-        self._check(ids, layout, cache)
-        if cp_context is not None and (layout is not None or cache is not None):
-            given = "a layout" if layout is not None else "a cache"
-            raise ValueError(f"Decoder: cp_context must come without layout and cache, got {given}")
-        if cp_context is not None:
-            cp_context.check_tokens("Decoder", ids, "ids")
-        if places is not None:
-            if cp_context is not None:
-                raise ValueError("Decoder: places must come without cp_context, got one")
-            if check.tensor("Decoder", "places", places).ndim != 2 or places.shape[0] != ids.shape[0]:
-                raise ValueError(f"Decoder: places must be [B, n], B = {ids.shape[0]}, got {list(places.shape)}")
-            check.floating("Decoder", (torch.int64,), places=places)
-            _require_inside("places", places, ids.shape[1])
-        if labels is not None:
-            wanted = ids if places is None else places
-            if check.tensor("Decoder", "labels", labels).shape != wanted.shape:
-                form = "[B, T]" if places is None else "[B, n]"
-                raise ValueError(f"Decoder: labels must be {form} = {list(wanted.shape)}, got {list(labels.shape)}")
-            check.floating("Decoder", (torch.int64,), labels=labels)
-            _require_inside("labels", labels, self.config.vocab_size, f"or {IGNORED}")
+        return logits, None if labels is None else cross_entropy(logits, labels, layout, cp_context, places)
 
     def _hidden_across(
         self,
@@ -172,30 +136,14 @@ class Decoder(nn.Module):
 
         One comparison serves all layers, whose calls follow from the compared properties.
         """
-
-        def check_call() -> None:
-            self._check_call(ids, labels, layout, cache, cp_context, places)
-
-        kind = repr(self.config), labels is not None
-        ranks_agree("Decoder", cp_context, ids, check_call, lambda _: self._alike_on_ranks(ids, labels), module=kind)
+        with ranked_call("Decoder", cp_context, ids, module=(repr(self.config), labels is not None)) as ranked:
+            check_call(self, ids, labels, layout, cache, cp_context, places)
+        if ranked.compares:
+            ranked.assert_same(alike_on_ranks(self, ids, labels))
         if torch.compiler.is_compiling():
             return self._hidden(ids, None, None, cp_context)
-        with cp_context.skip_comparison():
+        with cp_context.agreement.skip():
             return self._hidden(ids, None, None, cp_context)
-
-    def _alike_on_ranks(self, ids: Tensor, labels: Tensor | None) -> dict[str, object]:
-        """Properties that must be equal on all ranks of a call."""
-        parameters = tuple((x.shape, x.dtype, x.requires_grad) for x in self.parameters())
-        return {
-            "B": ids.shape[0],
-            "labels given": labels is not None,
-            **{f"config.{name}": collectives.short(value, _SHORT) for name, value in vars(self.config).items()},
-            "the parameters": _summary(parameters),
-            "the dtype of autocast": autocast_dtype(ids.device.type),
-            "requires_grad": torch.is_grad_enabled() and any(requires_grad for _, _, requires_grad in parameters),
-            "recompute": ", ".join(dict.fromkeys(str(getattr(block, "recomputed", None)) for block in self.blocks)),
-            "checked() open": check.checking_contents(),
-        }
 
     def recompute(self, what: str | None) -> None:
         """Set activation checkpointing: less memory, more time, the same bits.
@@ -324,7 +272,7 @@ class Decoder(nn.Module):
             ValueError: An argument has a wrong shape or value; the message names it. Raised before anything runs.
         """
         name = "Decoder.generate"
-        self._check(ids, layout, None)
+        check_ids(self, ids, layout, None)
         check.flag(name, shared_draws=shared_draws)
         if ids.shape[1] == 0:
             raise ValueError(f"{name}: ids must hold at least one token, got {list(ids.shape)}")
@@ -363,7 +311,7 @@ class Decoder(nn.Module):
             OSError: A file cannot be written; an earlier file of that name is unchanged.
         """
         tensors = self.state_dict() if state_dict is None else state_dict
-        disk.write(Path(folder), self.config, self._loadable(tensors))
+        disk.write(Path(folder), self.config, disk.loadable(tensors, self._expected()))
 
     @classmethod
     def load(
@@ -389,28 +337,6 @@ class Decoder(nn.Module):
         model.load_state_dict(disk.read(Path(folder), device), assign=True)
         return model
 
-    def _check(self, ids: Tensor, layout: SequenceLayout | None, cache: DecodingCache | PooledCache | None) -> None:
-        B, T = check.shapes("Decoder", ids=(ids, "B T")).values()
-        if ids.is_floating_point() or ids.dtype == torch.bool:
-            raise ValueError(f"Decoder: ids must be int32 or int64, got {str(ids.dtype).removeprefix('torch.')}")
-        _require_inside("ids", ids, self.config.vocab_size)
-        if layout is not None and not isinstance(layout, SequenceLayout):
-            raise TypeError(f"Decoder: layout must be a SequenceLayout or None, got {type(layout).__name__}")
-        if layout is not None and (B, T) != (1, layout.tokens):
-            wanted = [1, layout.tokens]
-            raise ValueError(f"Decoder: ids must be [1, T] = {wanted} for its layout, got {list(ids.shape)}")
-        if cache is None:
-            return
-        if not isinstance(cache, DecodingCache | PooledCache):
-            raise TypeError(
-                f"Decoder: cache must be a DecodingCache, a PooledCache or None, got {type(cache).__name__}"
-            )
-        if len(cache.layers) != len(self.blocks):
-            raise ValueError(f"Decoder: cache must have {len(self.blocks)} layers, got {len(cache.layers)}")
-        N = B if layout is None else layout.max_seqs
-        if cache.batch_size != N:
-            raise ValueError(f"Decoder: cache must hold the {N} sequences of ids, got {cache.batch_size}")
-
     def _hidden(
         self,
         ids: Tensor,
@@ -433,30 +359,6 @@ class Decoder(nn.Module):
                 "take it out of the adapter's target modules, or use a decoder with tied=False"
             )
         return self.embedding(hidden, readout=True)
-
-    def _loadable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Check that the tensors are complete ordinary ones; return them under the names that `load` expects."""
-        expected = self._expected()
-        found = {name.replace("_orig_mod.", ""): x for name, x in tensors.items()}  # compiled submodules add a prefix
-        named = "Decoder.save: state_dict"
-        for wrong, what in ((expected.keys() - found.keys(), "hold"), (found.keys() - expected.keys(), "not hold")):
-            if wrong:
-                raise ValueError(
-                    f"{named} must {what} {min(wrong)} ({len(wrong)} such names); modules that adapters or wrappers "
-                    "replaced have other names: merge or unwrap them, or pass state_dict= with the decoder's own"
-                )
-        for name, x in found.items():
-            if x.shape != expected[name].shape:
-                raise ValueError(f"{named} must hold {name} {list(expected[name].shape)}, got {list(x.shape)}")
-            if type(x) not in (Tensor, nn.Parameter) or x.device.type == "meta":
-                kind = "one on the meta device" if x.device.type == "meta" else f"a {type(x).__name__}"
-                raise ValueError(
-                    f"{named} must hold ordinary tensors, got {kind} for {name}; gather what is sharded or offloaded "
-                    "(torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True, "
-                    "wyfold.integrations.dtensor.whole, accelerate.utils.modeling.get_state_dict_offloaded_model) and "
-                    "pass it as state_dict= from one process"
-                )
-        return found
 
     def _expected(self) -> dict[str, Tensor]:
         """Tensors that `load` expects, by name: a new decoder's, or this one's if its class needs other arguments."""
@@ -481,44 +383,3 @@ class TiedEmbedding(nn.Embedding):
     def forward(self, x: Tensor, *, readout: bool = False) -> Tensor:
         """Embed token ids, [B, T] -> [B, T, D]; with `readout` map hidden states to logits, [B, T, D] -> [B, T, V]."""
         return F.linear(x, self.weight) if readout else super().forward(x)
-
-
-def _require_inside(name: str, x: Tensor, size: int, besides: str = "") -> None:
-    """Check that indices are in range; on a GPU this is left to PyTorch's kernels, to avoid a synchronisation."""
-    if not check.readable(x):
-        return
-    kept = x[x != IGNORED] if besides else x
-    if kept.numel() == 0:
-        return
-    least, most = (int(i) for i in kept.aminmax())
-    if least < 0 or most >= size:
-        allowed = f"[0, {size}) {besides}".rstrip()
-        raise ValueError(f"Decoder: {name} must be in {allowed}, got {least if least < 0 else most}")
-
-
-@lru_cache(maxsize=64)
-def _summary(parameters: tuple[tuple[torch.Size, torch.dtype, bool], ...]) -> str:
-    """Summary and digest of the parameters' shapes, dtypes and requires_grad, compared between ranks."""
-    numbers = sum(shape.numel() for shape, _, _ in parameters)
-    dtypes = ", ".join(sorted({str(dtype).removeprefix("torch.") for _, dtype, _ in parameters}))
-    return f"{len(parameters)} of {numbers} numbers, {dtypes} ({collectives.digest(repr(parameters))})"
-
-
-def _cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    layout: SequenceLayout | None,
-    cp_context: ContextParallel | None,
-    places: Tensor | None,
-) -> Tensor:
-    if layout is not None:
-        inside = layout.sequence_ids >= 0
-        labels = torch.where(inside if places is None else inside[places], labels, IGNORED)
-    if cp_context is not None:
-        labels = torch.where(cp_context.sequence_ids(labels.device) >= 0, labels, IGNORED)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    total = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-    counted = (labels != IGNORED).sum()
-    if cp_context is not None:
-        counted = cp_context.all_gather(counted).sum()
-    return total / counted.clamp(min=1)

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from wyfold.models.config import NOT_IN_SHAPES, DecoderConfig
 from wyfold.runtime import files
 from wyfold.runtime.files import CONFIG_FILE, WEIGHTS_FILE, TensorInfo
 
-__all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "read", "read_header", "write", "write_tensors"]
+__all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "loadable", "read", "read_header", "write", "write_tensors"]
 
 
 def write(folder: Path, config: DecoderConfig, tensors: Mapping[str, Tensor]) -> None:
@@ -22,6 +23,34 @@ def write(folder: Path, config: DecoderConfig, tensors: Mapping[str, Tensor]) ->
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / WEIGHTS_FILE, {name: x.detach().contiguous() for name, x in tensors.items()})
     files.write(folder / CONFIG_FILE, config.to_json())
+
+
+def loadable(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Check that tensors to be saved are complete ordinary ones; return them under the names that `load` expects.
+
+    Raises:
+        ValueError: A tensor is missing, too many, of another shape, sharded or offloaded; the message names it.
+    """
+    found = {name.replace("_orig_mod.", ""): x for name, x in tensors.items()}  # compiled submodules add a prefix
+    named = "Decoder.save: state_dict"
+    for wrong, what in ((expected.keys() - found.keys(), "hold"), (found.keys() - expected.keys(), "not hold")):
+        if wrong:
+            raise ValueError(
+                f"{named} must {what} {min(wrong)} ({len(wrong)} such names); modules that adapters or wrappers "
+                "replaced have other names: merge or unwrap them, or pass state_dict= with the decoder's own"
+            )
+    for name, x in found.items():
+        if x.shape != expected[name].shape:
+            raise ValueError(f"{named} must hold {name} {list(expected[name].shape)}, got {list(x.shape)}")
+        if type(x) not in (Tensor, Parameter) or x.device.type == "meta":
+            kind = "one on the meta device" if x.device.type == "meta" else f"a {type(x).__name__}"
+            raise ValueError(
+                f"{named} must hold ordinary tensors, got {kind} for {name}; gather what is sharded or offloaded "
+                "(torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True, "
+                "wyfold.integrations.dtensor.whole, accelerate.utils.modeling.get_state_dict_offloaded_model) and "
+                "pass it as state_dict= from one process"
+            )
+    return found
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -12,7 +12,7 @@ from wyfold.context_parallel.conv import ConvAcrossRanks
 from wyfold.kernels import table
 from wyfold.kernels.trial import Trial, boundary_sample, sample
 from wyfold.ops.plan_cache import any_requires_grad, cached_plan, plan_key
-from wyfold.ops.rank_agreement import check_shard, ranks_agree
+from wyfold.ops.rank_agreement import check_shard, ranked_call
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, packed_boundaries
 from wyfold.runtime.replay_cache import replayed
@@ -87,12 +87,18 @@ def causal_conv1d(
     def make_plan() -> str:
         return _make_plan(given, output_final_state, activation, cu_seqlens, cp_context, backend)
 
+    def plan_once(context: object) -> str:
+        return cached_plan(plan_key(tensors, (*values, context), backend), make_plan)
+
     def run() -> tuple[Tensor, Tensor | None]:
         if cp_context is None:
-            chosen = cached_plan(plan_key(tensors, values, backend), make_plan)
+            chosen = plan_once(None)
             y, final_state = apply(_NAME, Conv, *tensors, output_final_state, activation is not None, chosen)
         else:
-            chosen = ranks_agree(_NAME, cp_context, x, make_plan, lambda _: _alike_on_ranks(given, activation))
+            with ranked_call(_NAME, cp_context, x) as ranked:
+                chosen = plan_once((cp_context.sizes, cp_context.conv1d_kernel_size))
+            if ranked.compares:
+                ranked.assert_same(_alike_on_ranks(given, activation))
             y, final_state = apply(
                 _NAME, ConvAcrossRanks, *given, output_final_state, activation is not None, chosen, cp_context
             )

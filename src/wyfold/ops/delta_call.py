@@ -14,7 +14,7 @@ from wyfold.ops.delta_arguments import ChunkFlags, ColumnArguments, DeltaCall, F
 from wyfold.ops.delta_checks import paired_columns
 from wyfold.ops.delta_plan import make_plan
 from wyfold.ops.plan_cache import cached_plan, plan_key
-from wyfold.ops.rank_agreement import ranks_agree
+from wyfold.ops.rank_agreement import ranked_call
 from wyfold.runtime import segment_rule
 from wyfold.runtime.layout import SequenceLayout, boundaries_of
 from wyfold.runtime.options import DeltaOptions
@@ -63,13 +63,13 @@ def _call_delta(call: DeltaCall) -> Results:
     op, q, k, v, g, beta, initial_state, cu_seqlens, gate, chunk, flags = call[:11]
     on_cpu, context = (None, None) if chunk is None else (chunk.cu_seqlens_cpu, chunk.cp_context)
 
-    def plan_once() -> DeltaOptions:
-        return cached_plan(_plan_key(call), lambda: make_plan(call))
-
     if context is None:
-        options = plan_once()
+        options = _plan(call)
     else:
-        options = ranks_agree(op, context, q, plan_once, lambda options: _alike_on_ranks(call, options))
+        with ranked_call(op, context, q) as ranked:
+            options = _plan(call)
+        if ranked.compares:
+            ranked.assert_same(_alike_on_ranks(call, options))
     q, k, v = in_autocast_dtype(q, k, v)
     columns = dict(zip("abw", call.column_tensors, strict=True)) | paired_columns(call)
     cu = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, SequenceLayout) else cu_seqlens
@@ -80,6 +80,10 @@ def _call_delta(call: DeltaCall) -> Results:
     )
     final = final_state if flags.output_final_state else None
     return (o, final, states) if flags.return_intermediate_states else (o, final)
+
+
+def _plan(call: DeltaCall) -> DeltaOptions:
+    return cached_plan(_plan_key(call), lambda: make_plan(call))
 
 
 def _plan_key(call: DeltaCall) -> tuple[Any, ...] | None:

@@ -89,7 +89,7 @@ def _plan(
             return token_keys(q, v, g, stored, v_first=flags.state_v_first)
         likely = expected_segments(N, sizes["B"] * sizes["T"], chunk_size, cut)
         if communicates and context is not None:
-            likely = context.counts(sizes["B"], chunk_size, cut).segments
+            likely = context.segment_tables(sizes["B"], chunk_size, cut).segments
         norm = call.flags.use_qk_l2norm_in_kernel
         return launch_keys(stages, q, v, g, chunk_size, likely, kept=checked.every > 0, norm=norm)
 

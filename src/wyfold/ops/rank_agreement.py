@@ -1,17 +1,33 @@
-"""Checks that all ranks of a context-parallel call agree before any of them runs it."""
+"""Checks of a context-parallel call that need the other ranks, or the context."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from typing import TypeVar
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 
+from wyfold.context_parallel.agreement import RankedCall
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.runtime.torch_ops import autocast_dtype
 
-Planned = TypeVar("Planned")
+
+def ranked_call(op: str, context: object, x: object, module: Hashable = None) -> RankedCall:
+    """The comparison of a call between ranks (`RankedCall`).
+
+    Args:
+        op: Operator's name, for messages.
+        context: The caller's cp_context.
+        x: A tensor of the call; ranks compare on its device. It may still be invalid.
+        module: For a module's call, compared settings that identify it, together with B. None: an operator's call,
+            identified by the shape and dtype of x.
+
+    Raises:
+        TypeError: context is not a ContextParallel.
+    """
+    found = context_of(op, context)
+    device = x.device if isinstance(x, Tensor) else torch.device("cpu")
+    return RankedCall(found.agreement, op, device, _kind(found, x, module))
 
 
 def context_of(op: str, context: object) -> ContextParallel:
@@ -21,37 +37,8 @@ def context_of(op: str, context: object) -> ContextParallel:
     return context
 
 
-def ranks_agree(
-    op: str,
-    context: object,
-    x: object,
-    make_plan: Callable[[], Planned],
-    describe: Callable[[Planned], Mapping[str, object]] | None = None,
-    module: Hashable = None,
-) -> Planned:
-    """Call `make_plan` and return its result once all ranks agree (`ContextParallel.ranks_agree`).
-
-    Args:
-        op: Operator's name, for messages.
-        context: The caller's cp_context.
-        x: A tensor of the call; ranks compare on its device. It may still be invalid.
-        make_plan: Checks this rank's arguments and returns the plan.
-        describe: Maps the plan to properties that must be equal on all ranks. None: the operator called next compares;
-            ranks waiting there receive this rank's error.
-        module: For a module's call, compared settings that identify it, together with B. None: an operator's call,
-            identified by the shape and dtype of x.
-
-    Raises:
-        TypeError: context is not a ContextParallel, or this rank's arguments are refused.
-        ValueError: This rank's arguments are refused, another rank raised, or ranks disagree.
-    """
-    device = x.device if isinstance(x, Tensor) else torch.device("cpu")
-    found = context_of(op, context)
-    return found.ranks_agree(op, device, make_plan, describe, kind=_kind(found, x, module))
-
-
 def _kind(context: ContextParallel, x: object, module: Hashable) -> Hashable:
-    """Identity of a call for `ContextParallel.ranks_agree`.
+    """Identity of a call for `RankedCall`.
 
     Properties that differ only for an invalid x are left out: T, the width and dtype of a module's input, and B of a
     packed batch.

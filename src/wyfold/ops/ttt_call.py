@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from wyfold.autograd import workspace
-from wyfold.autograd.ttt import chunks_per_part, ttt
+from wyfold.autograd.ttt import ttt
+from wyfold.autograd.ttt_eager import chunks_per_part
 from wyfold.autograd.ttt_records import TTTOptions, TTTResult, TTTTensors
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.context_parallel.ttt import ttt_across_ranks
 from wyfold.kernels import table
 from wyfold.kernels.trial import STATES, Trial, boundary_sample, sample
 from wyfold.ops.plan_cache import cached_plan, plan_key
-from wyfold.ops.rank_agreement import ranks_agree
+from wyfold.ops.rank_agreement import ranked_call
 from wyfold.ops.ttt_arguments import TTTCall, column, split_numbers
 from wyfold.ops.ttt_checks import CheckedTTT, check_call
 from wyfold.runtime import check
@@ -27,16 +28,13 @@ from wyfold.runtime.torch_ops import in_autocast_dtype
 
 def call_ttt(call: TTTCall) -> TTTResult:
     """Check, plan and run a call; `chunk_ttt_linear` documents the arguments."""
-
-    def make_plan() -> TTTOptions:
-        return _make_plan(call)
-
     if call.context is None:
-        options = cached_plan(_plan_key(call), make_plan)
+        options = cached_plan(_plan_key(call), lambda: _make_plan(call))
         return ttt(_tensors(call), options)
-    options = ranks_agree(
-        call.op, call.context, call.q, make_plan, lambda options: _alike_on_ranks(_tensors(call), options)
-    )
+    with ranked_call(call.op, call.context, call.q) as ranked:
+        options = _make_plan(call)
+    if ranked.compares:
+        ranked.assert_same(_alike_on_ranks(_tensors(call), options))
     return ttt_across_ranks(_tensors(call), options, call.context)
 
 

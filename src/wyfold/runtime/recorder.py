@@ -40,14 +40,14 @@ REPEATABLE = frozenset(
     f"aten::{name}"
     for name in (
         *("zero_", "fill_", "copy_", "clone", "_to_copy", "_unsafe_view", "new_zeros", "zeros_like"),
-        *("add_", "arange", "full", "mul", "sub", "floor_divide", "cumsum", "sum", "eye", "index_copy_"),
+        *("add_", "arange", "full", "mul", "sub", "floor_divide", "cumsum", "sum", "index_fill_"),
     )
 )
 """Operations that a replay calls again. Shapes of their results follow from shapes alone, and autocast does not affect
 them on the dtypes they are used with here, integers and float32."""
 
-WAIT_TENSOR = "_c10d_functional::wait_tensor"
-"""The operation that a `WaitCollective` step repeats."""
+ALL_GATHER, WAIT_TENSOR = "_c10d_functional::all_gather_into_tensor", "_c10d_functional::wait_tensor"
+"""A collective, which a replay launches again, and the wait for one, which becomes a `WaitCollective`."""
 
 
 def record(tensors: tuple[Any, ...], run: Callable[[], Result]) -> tuple[Result, Recording | str]:
@@ -156,7 +156,7 @@ class _Recorder(OperationMode):
             elif func.is_view:
                 for view in (result,) if isinstance(result, Tensor) else result:
                     self.track_view(args[0], view)
-            elif name in REPEATABLE:
+            elif name in REPEATABLE or name == ALL_GATHER:
                 self.add_operation(func, args, kwargs, result)
             else:
                 raise _NotRecordable(f"{name} is called")

@@ -1,4 +1,4 @@
-"""A recorded call: allocations, kernel launches, torch operations and collective waits, in order.
+"""A recorded call: allocations, kernel launches, torch operations, all-gathers and waits for them, in order.
 
 A recording holds no tensor and no address. Its tensors are numbered: the arguments of the call first, then those the
 call allocates. `Recording.run` keeps one list of tensors and one of addresses, both indexed by these numbers, and
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from wyfold.runtime import kernel_launch
-from wyfold.runtime.side_stream import ForkJoin
+from wyfold.runtime.side_stream import ForkJoin, OnSideStream
 
 
 class Recording(NamedTuple):
@@ -73,9 +73,12 @@ class Recording(NamedTuple):
             for step in steps:
                 step.replay(stream, tensors, addresses)
         except BaseException:
-            # Join the side stream before memory is freed that its launches may still use.
+            # Join the side stream before memory is freed that its launches may still use, and wait for launched
+            # collectives, whose memory PyTorch keeps until then.
             for left in (step, *steps):
-                if type(left) is ForkJoin:
+                wait = left.step if isinstance(left, OnSideStream) else left
+                launched = isinstance(wait, WaitCollective) and tensors[wait.tensor] is not None
+                if left is not None and (launched or isinstance(left, ForkJoin)):
                     left.replay(stream, tensors, addresses)
             raise
         if self.single:
@@ -157,7 +160,7 @@ class View(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """An operation of PyTorch.
+    """An operation of PyTorch, or an all-gather.
 
     Attributes:
         operator: The overload that is called.
@@ -188,8 +191,12 @@ class WaitCollective(NamedTuple):
     tensor: int
 
     def replay(self, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
-            wait_collective(tensors[self.tensor])
+        x = tensors[self.tensor]
+        if stream == kernel_launch.current_stream(x.device.index or 0):
+            wait_collective(x)
+        else:
+            with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+                wait_collective(x)
 
     def rebind(self, to: Callable[[Any, int], tuple[Any, int]]) -> WaitCollective:
         return self

@@ -38,7 +38,8 @@ from wyfold.cli.catalog import OURS, OVER_RANKS
 from wyfold.cli.distributed import DistributedWorld
 from wyfold.cli.operators import Arguments, Named
 from wyfold.context_parallel import collectives
-from wyfold.context_parallel.context import ContextParallel, build_cp_context
+from wyfold.context_parallel.build_context import build_cp_context
+from wyfold.context_parallel.context import ContextParallel
 from wyfold.context_parallel.watchdog import RankLost
 from wyfold.runtime.check import UnsupportedError
 
