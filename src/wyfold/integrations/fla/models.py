@@ -1,8 +1,7 @@
 """fla's causal language models of this family, as models of transformers: same configurations, names and state_dicts.
 
 Importing this module registers the configurations and models with `AutoConfig`, `AutoModel` and
-`AutoModelForCausalLM`, as importing `fla.models` does. The token mixers are those of `wyfold.integrations.fla.layers`.
-Needs transformers.
+`AutoModelForCausalLM`, as importing `fla.models` does. Mixers: `wyfold.integrations.fla.layers`. Needs transformers.
 
 A model is an embedding, blocks, a norm and a head without bias. A block is
 
@@ -25,8 +24,6 @@ from wyfold.integrations.fla.cache import Cache
 from wyfold.integrations.fla.layers import DeltaNet, GatedDeltaNet, KimiDeltaAttention
 from wyfold.integrations.fla.modules import GatedMLP, RMSNorm
 from wyfold.runtime.check import UnsupportedError
-
-# --- configurations --------------------------------------------------------------------------------------------------
 
 _OFF = {
     "attn": "softmax attention in some layers",
@@ -127,33 +124,21 @@ class KDAConfig(_Config):
 
 def _mixer(config: Any, layer_idx: int) -> nn.Module:
     """The token mixer of one block."""
-    shared = {
-        "hidden_size": config.hidden_size,
-        "expand_v": config.expand_v,
-        "num_heads": config.num_heads,
-        "mode": config.attn_mode,
-        "use_short_conv": config.use_short_conv,
-        "allow_neg_eigval": config.allow_neg_eigval,
-        "conv_size": config.conv_size,
-        "layer_idx": layer_idx,
-        "norm_eps": config.norm_eps,
-    }
 
-    def fields(*names: str) -> dict[str, Any]:
+    def settings(*names: str) -> dict[str, Any]:
         return {name: getattr(config, name) for name in names}
 
+    shared = settings("hidden_size", "expand_v", "num_heads", "use_short_conv", "allow_neg_eigval", "conv_size")
+    shared |= {"mode": config.attn_mode, "layer_idx": layer_idx, "norm_eps": config.norm_eps}
     if config.model_type == "delta_net":
-        return DeltaNet(**shared, **fields("expand_k", "use_beta", "use_gate", "qk_norm", "qk_activation"))
+        return DeltaNet(**shared, **settings("expand_k", "use_beta", "use_gate", "qk_norm", "qk_activation"))
     if config.model_type == "gated_deltanet":
-        own = fields("head_dim", "num_v_heads", "use_gate", "output_gate_activation")
-        return GatedDeltaNet(**shared, **own)
-    return KimiDeltaAttention(**shared, **fields("head_dim", "num_v_heads", "safe_gate", "lower_bound"))
+        return GatedDeltaNet(**shared, **settings("head_dim", "num_v_heads", "use_gate", "output_gate_activation"))
+    return KimiDeltaAttention(**shared, **settings("head_dim", "num_v_heads", "safe_gate", "lower_bound"))
 
 
 _CACHE = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
 """Name of the cache in outputs of this version of transformers."""
-
-# --- models ----------------------------------------------------------------------------------------------------------
 
 
 class _Block(GradientCheckpointingLayer):
