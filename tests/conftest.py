@@ -252,11 +252,10 @@ def planned_as_cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | No
     No kernel runs on CUDA.
     """
     from wyfold.kernels import table
-    from wyfold.ops import plan_cache
-    from wyfold.runtime import triton_support
+    from wyfold.runtime import replay_cache, triton_support
 
     calls, plan = [], table.plan
-    monkeypatch.setattr(plan_cache, "_plans", {})  # no cached plan for the actual device
+    monkeypatch.setattr(replay_cache, "_entries", {})  # no cached plan for the actual device
     monkeypatch.setattr(
         triton_support, "support_of", lambda device: triton_support.Support("", "", False, "no kernel is wanted")
     )

@@ -5,8 +5,8 @@
 
 A launch of tests/compile/aot.py is refitted if it needs too much shared memory or spills more than SPARE bytes. Then
 runtime/configs/<architecture>.json gets a row for launches of its dtype, tiles and gate: the candidate near its row
-that fits and spills least. The starting table is the architecture's own. Without a file it is the measured card's,
-without the rows of Gluon kernels: these rows would select kernels that were never measured there.
+that fits and spills least. The starting rows are the architecture's own. Without a file they are the measured card's,
+without those of Gluon kernels, which are launched only where the dispatch table says so.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from unittest import mock
 from tests.compile import aot
 
 from wyfold.runtime import kernel_configs
-from wyfold.runtime.kernel_configs import Config
+from wyfold.runtime.kernel_configs import Config, LaunchKey
 
 MEASURED = "sm_90"
 SPARE = 256
@@ -53,8 +53,9 @@ def table_text(table: dict[str, dict[str, dict[str, Any]]]) -> str:
 
 def general(row: str) -> str:
     """The words of a key that determine resource use: dtype, tiles, chunk and gate."""
-    words = [kernel_configs._tile(word) for word in row.split()]
-    return " ".join(word for word in words if word != "EF")
+    key = LaunchKey.parse(row)
+    tiles = {name: getattr(key, name) or key.tile(name) for name in ("BK", "BV")}
+    return str(key._replace(K=None, V=None, form=None if key.form == "EF" else key.form, **tiles))
 
 
 def candidates(config: Config) -> list[Config]:
@@ -76,9 +77,9 @@ class Card:
     def __init__(self, architecture: str):
         self.architecture = architecture
         if (CONFIGS / f"{architecture}.json").exists():
-            self.table = kernel_configs.shipped(architecture)
+            self.table = kernel_configs.overrides(architecture)
         else:
-            rows = kernel_configs.shipped(MEASURED)
+            rows = kernel_configs.overrides(MEASURED)
             self.table = {kernel: rows[kernel] for kernel in rows if not kernel.endswith(".gluon")}
             self.write()
 
@@ -92,8 +93,8 @@ class Card:
         lookups: list[Lookup] = []
         usual, found = kernel_configs.row, {}
 
-        def row(where: str, kernel: str, key: str) -> str:
-            lookups.append(Lookup(kernel, key))
+        def row(where: str, kernel: str, key: LaunchKey) -> str:
+            lookups.append(Lookup(kernel, str(key)))
             return usual(where, kernel, key)
 
         def compiled(kernel: Any, *arguments: Any, **options: Any) -> None:
@@ -109,7 +110,7 @@ class Card:
     def improve(self, call: aot.Call, lookup: Lookup) -> None:
         """Add a row for launches like this one if a candidate is better than its current row."""
         name, kernel = general(lookup.key), lookup.kernel
-        row = kernel_configs.row(self.architecture, kernel, lookup.key)
+        row = kernel_configs.row(self.architecture, kernel, LaunchKey.parse(lookup.key))
         tried = []
         for config in candidates(kernel_configs._table(self.architecture)[kernel][row]):
             with kernel_configs.override_row(self.architecture, kernel, name, config):
@@ -119,7 +120,7 @@ class Card:
         if best < tried[0][0]:
             limit = {} if config.registers is None else {"registers": config.registers}
             fields = {**config.blocks, "warps": config.warps, "stages": config.stages, **limit}
-            self.table[kernel][name] = fields
+            self.table.setdefault(kernel, {})[name] = fields
             self.write()
 
 

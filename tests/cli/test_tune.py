@@ -16,7 +16,7 @@ from wyfold.cli.tuner import Candidate, Tuner, neighbours
 from wyfold.reference.error import judge
 from wyfold.reference.shapes import Shape
 from wyfold.runtime import kernel_configs, triton_support
-from wyfold.runtime.kernel_configs import Config
+from wyfold.runtime.kernel_configs import Config, LaunchKey
 from wyfold.runtime.plan import Launch
 
 SHIPPED = Config(4, 2, {"BV": 64})
@@ -135,7 +135,7 @@ def test_the_fastest_becomes_a_row_of_the_table(monkeypatch, tmp_path):
     ):
         monkeypatch.setattr(tuning, "Tuner", lambda *_, tuned=tuned: SimpleNamespace(tune=lambda: tuned))
         assert cli.main(words) == code
-        rows = json.loads((tmp_path / "sm_90.json").read_text())["scan.triton"]
+        rows = json.loads((tmp_path / "sm_90.json").read_text())["scan.triton"]  # the architecture's own
         report = json.loads((tmp_path / "tune-sm_90-scan.json").read_text())
         assert rows.get(LAUNCH.key) == (row and row | {"proved": "tune-sm_90-scan.json"})
         assert len(report["launches"][f"scan, {LAUNCH.key}"]) == len(tuned)
@@ -144,8 +144,9 @@ def test_the_fastest_becomes_a_row_of_the_table(monkeypatch, tmp_path):
 
 
 def test_the_trial_configuration_is_launched():
-    cpu, before = torch.device("cpu"), kernel_configs.tuned("scan.triton", LAUNCH.key, torch.device("cpu"))
+    cpu, key = torch.device("cpu"), LaunchKey.parse(LAUNCH.key)
+    before, other = kernel_configs.tuned("scan.triton", key, cpu), LaunchKey.parse("fp32 K8 V8 C16 none WF")
     with kernel_configs.override_row("sm_90", "scan.triton", LAUNCH.key, Config(16, 7)):
-        assert kernel_configs.tuned("scan.triton", LAUNCH.key, cpu) == Config(16, 7)
-        assert kernel_configs.tuned("scan.triton", "fp32 K8 V8 C16 none WF", cpu) != Config(16, 7)
-    assert kernel_configs.tuned("scan.triton", LAUNCH.key, cpu) == before
+        assert kernel_configs.tuned("scan.triton", key, cpu) == Config(16, 7)
+        assert kernel_configs.tuned("scan.triton", other, cpu) != Config(16, 7)
+    assert kernel_configs.tuned("scan.triton", key, cpu) == before

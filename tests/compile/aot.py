@@ -51,6 +51,7 @@ from wyfold.ops import serving_call
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 from wyfold.runtime import kernel_configs, segment_rule, triton_support
+from wyfold.runtime.kernel_configs import LaunchKey
 
 if importlib.util.find_spec("triton") is not None:
     from triton.runtime import driver
@@ -487,7 +488,7 @@ def rows_of(call: Call | ServingCall | RankCall, architecture: str) -> set[tuple
     """(kernel, row) of every configuration that a call uses. Compiles nothing."""
     found, usual = set(), kernel_configs.row
 
-    def row(architecture: str, kernel: str, key: str) -> str:
+    def row(architecture: str, kernel: str, key: LaunchKey) -> str:
         name = usual(architecture, kernel, key)
         found.add((kernel, name))
         return name
@@ -502,7 +503,7 @@ def explained_rows(call: Call, architecture: str) -> set[tuple[str, str]]:
     with pretend_gpu(architecture, lambda *_, **__: None), call.segmented():
         plan = wyfold.explain(getattr(wyfold, OPERATOR_SPECS[call.subject].operator), **call.arguments())
     return {
-        (f"{stage}.{table.selected_backend(stage, plan.backend, key, torch.device('cpu'))}", row)
+        (f"{stage}.{table.selected_backend(stage, plan.backend, LaunchKey.parse(key), torch.device('cpu'))}", row)
         for stage, key, row in plan.rows
     }
 

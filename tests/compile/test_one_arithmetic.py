@@ -66,8 +66,8 @@ def kernels(
     If `names` include the Triton kernel of `gradients`, the Gluon one is disabled.
     """
     found: dict[str, tuple[collections.Counter[str], ...]] = {}
-    has_row = kernel_configs.has_row
-    left_out = "gradients.gluon" if "wyfold_gradients_triton" in names else ""
+    dispatched = kernel_configs.dispatched
+    left_out = "gradients" if "wyfold_gradients_triton" in names else ""
 
     def look(kernel, *arguments, **options) -> None:
         if kernel.fn.__name__ in names:
@@ -78,8 +78,8 @@ def kernels(
         aot.pretend_gpu("sm_90", look),
         mock.patch.object(
             kernel_configs,
-            "has_row",
-            lambda where, kernel, key: kernel != left_out and has_row(where, kernel, key),
+            "dispatched",
+            lambda where, stage, key: stage != left_out and dispatched(where, stage, key),
         ),
     ):
         buffer = torch.zeros(1, T, 4, 3 * 128 + 8, dtype=torch.bfloat16)

@@ -36,7 +36,8 @@ def rank(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def all_gathers(name: str) -> dict[str, int]:
     """Number of all-gathers in the recording of each operator of this name."""
-    found = {key[0][0]: known for key, known in replay_cache._recordings.items() if name in key[0][0]}
+    entries = replay_cache._entries.items()
+    found = {key[0]: known.recording for key, known in entries if isinstance(key[0], str) and name in key[0]}
     assert all(type(known) is Recording for known in found.values()), found
     gathers = torch.ops._c10d_functional.all_gather_into_tensor.default
     return {

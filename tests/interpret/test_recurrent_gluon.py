@@ -120,8 +120,8 @@ def in_gluon(request: pytest.FixtureRequest, interpreter: None, monkeypatch: pyt
         found.launches += 1
         launch_kernel(kernel, *arguments, **fixed)
 
-    def language(stage: str, backend: str, key: str, device: torch.device) -> str:
-        return "gluon" if stage == "recurrent" and "alone" in key else usual(stage, backend, key, device)
+    def language(stage: str, backend: str, key: kernel_configs.LaunchKey, device: torch.device) -> str:
+        return "gluon" if stage == "recurrent" and key.alone else usual(stage, backend, key, device)
 
     def switch() -> types.SimpleNamespace:
         monkeypatch.setattr(gluon, "launch_kernel", counted)

@@ -226,9 +226,9 @@ def test_the_low_occupancy_configuration_changes_no_bit(rule, folded, draw, monk
     o = torch.empty_like(a.v)
     prepared = prepare(a.q, a.k, a.g, a.beta, None, None, grid, options, o, folded=folded, backward=False)
     heights = []
-    for words in ("", " low_occupancy"):
-        monkeypatch.setattr(forward, "with_occupancy_hint", lambda key, *_, words=words: key + words)
-        heights.append(forward.tuned("scan.triton", key + words, a.q.device).blocks["BV"])
+    for hinted in (key, key._replace(low_occupancy=True)):
+        monkeypatch.setattr(forward, "with_occupancy_hint", lambda *_, hinted=hinted: hinted)
+        heights.append(forward.tuned("scan.triton", hinted, a.q.device).blocks["BV"])
         o, final = torch.empty_like(a.v), torch.empty_like(a.initial_state)
         forward.scan(a.q, a.k, a.v, prepared, a.initial_state, grid, options, key, o, final, None, None)
         found.append((o, final))

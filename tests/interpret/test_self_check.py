@@ -19,10 +19,9 @@ from wyfold.context_parallel.rank_exchange import exchange_trials
 from wyfold.cp import build_cp_context
 from wyfold.kernels import self_check, table
 from wyfold.kernels.trial import Trial, with_sequences
-from wyfold.ops import plan_cache
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
-from wyfold.runtime import kernel_configs, segment_rule
+from wyfold.runtime import kernel_configs, replay_cache, segment_rule
 from wyfold.runtime.options import DeltaOptions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +35,7 @@ def unknown_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: torch.
     monkeypatch.delenv("WYFOLD_SELF_CHECK", raising=False)
     monkeypatch.setattr(self_check, "unproven", lambda device: True)
     monkeypatch.setattr(self_check, "_outcomes", {})
-    monkeypatch.setattr(plan_cache, "_plans", {})
+    monkeypatch.setattr(replay_cache, "_entries", {})
     if device.type == "cpu":
         monkeypatch.setattr(kernel_configs, "processors", lambda device: 4)
 
@@ -250,7 +249,10 @@ def test_any_number_of_sequences_has_one_of_three_checks(sequences: int, checked
     (found,) = with_sequences(Trial("op", "delta_fwd", (), ()), sequences, v)
     assert found.sequences == checked
     for factor in (1, 2):  # of the forward, of the backward
-        hints = {kernel_configs.with_occupancy_hint("", factor * max(1, n), v.device) for n in (sequences, checked)}
+        hints = {
+            kernel_configs.with_occupancy_hint(kernel_configs.LaunchKey(), factor * max(1, n), v.device)
+            for n in (sequences, checked)
+        }
         assert len(hints) == 1
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from wyfold.ops.chunking import best_chunk_size
+from wyfold.ops.delta_plan import best_chunk_size
 from wyfold.runtime import triton_support
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import wyfold
 from wyfold import serving
+from wyfold.ops import serving_call
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 
@@ -691,10 +692,8 @@ def test_explain_prefill(between: bool, backend: str, device):
 
 @pytest.mark.parametrize("name", ["decode", "prefill"])
 def test_opcheck(name: str, backend: str, device, monkeypatch):
-    from wyfold.autograd import serving_delta as pipeline
-
-    seen, operator = [], pipeline._serve_op
-    monkeypatch.setattr(pipeline, "_serve_op", lambda *arguments: seen.append(arguments) or operator(*arguments))
+    seen, operator = [], serving_call.serve_op
+    monkeypatch.setattr(serving_call, "serve_op", lambda *arguments: seen.append(arguments) or operator(*arguments))
     a = drawn("delta_rule", device, backend, T=1 if name == "decode" else 16)
     a |= {"pool": a_pool(device), "state_v_first": False, "state_indices": index(3, -1, 0, 5, device=device)}
     if name == "prefill":

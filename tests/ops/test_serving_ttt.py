@@ -9,7 +9,7 @@ from torch import Tensor
 
 import wyfold
 from wyfold import TTTState, serving
-from wyfold.autograd import serving_ttt as pipeline
+from wyfold.ops import serving_ttt as operators
 from wyfold.reference.error import judge, require
 
 H, HV, D, C = 2, 4, 16, 16
@@ -97,7 +97,7 @@ def test_forms_of_a_call_agree_bit_for_bit(backend: str, device):
 
 def test_opcheck(monkeypatch):
     seen = []
-    monkeypatch.setattr(pipeline, "call", lambda operator, *arguments: seen.append((operator, arguments)))
+    monkeypatch.setattr(operators, "call", lambda operator, *arguments: seen.append((operator, arguments)))
     serving.ttt_decode(**drawn(2, 1), pool=a_pool(3, 15, 0, 4), state_indices=torch.tensor([2, 0]), backend="eager")
     ((operator, arguments),) = seen
     arguments[13].zero_()  # unwritten slots are NaN, which never compares equal

@@ -4,12 +4,13 @@ import importlib.metadata
 import importlib.util
 import json
 from importlib import resources
+from pathlib import Path
 
 import pytest
 import torch
 
 from wyfold.runtime import kernel_configs, triton_support
-from wyfold.runtime.kernel_configs import Config
+from wyfold.runtime.kernel_configs import Config, LaunchKey
 
 CPU = torch.device("cpu")
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -20,7 +21,7 @@ def rows(monkeypatch):
     """Replace every architecture's table by the given one."""
 
     def replace(table: dict[str, dict[str, dict[str, int]]]) -> None:
-        monkeypatch.setattr(triton_support, "config_text", lambda name: json.dumps(table))
+        monkeypatch.setattr(triton_support, "config_text", lambda name: json.dumps(table if name == "default" else {}))
         for cached in (kernel_configs._table, kernel_configs.row):
             cached.cache_clear()
 
@@ -43,32 +44,84 @@ def test_the_row_with_the_most_words_is_taken(rows):
     )
 
     def warps(key: str) -> int:
-        return kernel_configs.tuned("scan.triton", key, CPU).warps
+        return kernel_configs.tuned("scan.triton", LaunchKey.parse(key), CPU).warps
 
     assert warps("bf16 K128 V128 C64 none WF") == 1
     assert warps("fp32 K128 V128 C64 none WF") == 2
     assert warps("fp32 K136 V8 C64 none WF") == warps("fp32 K256 V8 C64 none WF") == 3
     assert warps("fp32 K200 V8 C64 none WF") == 4
-    exact = kernel_configs.tuned("scan.triton", "bf16 K128 V128 C64 scalar WF", CPU)
+    exact = kernel_configs.tuned("scan.triton", LaunchKey.parse("bf16 K128 V128 C64 scalar WF"), CPU)
     assert exact == Config(5, 3, {"BV": 64}, 168)
     assert exact.options() == {"num_warps": 5, "num_stages": 3, "enable_fp_fusion": True, "maxnreg": 168}
-    assert "maxnreg" not in kernel_configs.tuned("scan.triton", "bf16", CPU).options()
+    assert "maxnreg" not in kernel_configs.tuned("scan.triton", LaunchKey(dtype="bf16"), CPU).options()
+
+
+def test_of_two_rows_with_as_many_fields_the_order_of_the_file_does_not_matter(rows):
+    written = {"default": {"warps": 1, "stages": 1}, "C32 channel": {"warps": 2, "stages": 1}}
+    written["fp32 C32"] = {"warps": 4, "stages": 1}
+    for order in (written, dict(reversed(written.items()))):
+        rows({"kkt.triton": order})
+        kernel_configs._table.cache_clear(), kernel_configs.row.cache_clear()
+        assert kernel_configs.tuned("kkt.triton", LaunchKey.parse("fp32 K64 C32 channel"), CPU).warps == 2
+        assert kernel_configs.tuned("kkt.triton", LaunchKey.parse("fp32 K64 C32 none"), CPU).warps == 4
+
+
+def test_an_architecture_s_own_rows_replace_and_extend_the_defaults(monkeypatch):
+    files = {
+        "default": {"scan.triton": {"default": {"warps": 1, "stages": 1}, "fp32": {"warps": 2, "stages": 1}}},
+        "sm_90": {"scan.triton": {"fp32": {"warps": 4, "stages": 1}, "bf16": {"warps": 8, "stages": 1}}},
+    }
+    monkeypatch.setattr(triton_support, "config_text", lambda name: json.dumps(files[name]))
+    found = kernel_configs.shipped("sm_90")["scan.triton"]
+    assert {name: row["warps"] for name, row in found.items()} == {"default": 1, "fp32": 4, "bf16": 8}
+
+
+KEYS = [
+    "default",
+    "bf16 K128 V128 C64 scalar WF norm",
+    "fp32 K16 V24 KV channel alone",
+    "BK256 bwd",
+    "W4 conv",
+    "gather",
+]
+
+
+@pytest.mark.parametrize("words", KEYS)
+def test_a_key_is_written_as_words_and_read_back(words: str):
+    assert str(LaunchKey.parse(words)) == words
+
+
+@pytest.mark.parametrize("words", ["K", "K128 K64", "scalar channel", "bf16 Kernel", "C64!", "fwd bwd"])
+def test_words_that_are_no_key_are_refused(words: str):
+    with pytest.raises(ValueError, match="launch key"):
+        LaunchKey.parse(words)
+
+
+@pytest.mark.parametrize("name", ["default", *ARCHITECTURES])
+def test_every_row_is_written_as_its_key_is(name: str):
+    for kernel, rows in kernel_configs.overrides(name).items():
+        assert [str(LaunchKey.parse(words)) for words in rows] == [*rows], kernel
+
+
+def test_an_architecture_s_file_has_only_rows_that_differ_from_the_defaults():
+    defaults = kernel_configs.overrides("default")
+    for name in ARCHITECTURES:
+        for kernel, rows in kernel_configs.overrides(name).items():
+            assert all(defaults.get(kernel, {}).get(words) != row for words, row in rows.items()), (name, kernel)
 
 
 def test_occupancy_is_low_up_to_half_of_the_multiprocessors(monkeypatch):
     monkeypatch.setattr(kernel_configs, "processors", lambda device: 132)
-    assert kernel_configs.with_occupancy_hint("bf16 C64", 66, CPU) == "bf16 C64 low_occupancy"
-    assert kernel_configs.with_occupancy_hint("bf16 C64", 67, CPU) == "bf16 C64"
+    key = LaunchKey("bf16", C=64)
+    assert kernel_configs.with_occupancy_hint(key, 66, CPU) == key._replace(low_occupancy=True)
+    assert kernel_configs.with_occupancy_hint(key, 67, CPU) == key
 
 
-@pytest.mark.parametrize("word, tile", [("K8", "BK16"), ("V16", "BV16"), ("K24", "BK32"), ("V256", "BV256")])
-def test_the_tile_of_a_width(word: str, tile: str):
-    assert kernel_configs._tile(word) == tile
-
-
-@pytest.mark.parametrize("word", ["bf16", "C64", "V", "Kernel", "scalar"])
-def test_other_words_are_no_widths(word: str):
-    assert kernel_configs._tile(word) == word
+@pytest.mark.parametrize("word, tile", [("K8", 16), ("V16", 16), ("K24", 32), ("V256", 256)])
+def test_the_tile_of_a_width(word: str, tile: int):
+    assert LaunchKey.parse(word).tile(f"B{word[0]}") == tile
+    assert LaunchKey.parse(f"B{word[0]}{tile}").fits(LaunchKey.parse(word))
+    assert not LaunchKey.parse(f"B{word[0]}{2 * tile}").fits(LaunchKey.parse(word))
 
 
 def test_hardware_limits_name_existing_kernels_and_architectures():
@@ -135,12 +188,47 @@ def test_an_unlisted_card_or_version_is_neither_verified_nor_refused(architectur
     [("sm_75", "sm_80"), ("sm_87", "sm_86"), ("sm_90", "sm_90"), ("sm_101", "sm_100"), ("gfx1100", "sm_80")],
 )
 def test_an_unlisted_card_borrows_the_rows_of_an_older_one(architecture: str, file: str):
-    """But no Gluon row, whose presence would select a kernel that the card may not run."""
+    """But launches no Gluon kernel, which the card may not run."""
     assert kernel_configs.borrowed_from(architecture) == file
     assert kernel_configs.shipped(architecture) == kernel_configs.shipped(file)
-    for kernel, rows in kernel_configs.shipped(architecture).items():
-        for name in rows:
-            assert kernel_configs.has_row(architecture, kernel, name) == (architecture == file), (kernel, name)
+    for row in kernel_configs.dispatch_table()["sm_90"]:
+        key = LaunchKey.parse(row["key"])
+        assert kernel_configs.dispatched(architecture, row["stage"], key) == (architecture == "sm_90"), row
+
+
+def test_a_tuned_row_switches_no_backend_on():
+    """Dispatch reads its own table. Each of its rows has a tuned row, and each row of a Gluon kernel is launched."""
+    rows = kernel_configs.dispatch_table()["sm_90"]
+    tuned = {kernel: rows for kernel, rows in kernel_configs.shipped("sm_90").items() if kernel.endswith(".gluon")}
+    for row in rows:
+        key = LaunchKey.parse(row["key"])
+        assert any(LaunchKey.parse(words).fits(key) for words in tuned[f"{row['stage']}.gluon"]), row
+    for kernel, found in tuned.items():
+        stage = kernel.removesuffix(".gluon")
+        assert all(kernel_configs.dispatched("sm_90", stage, LaunchKey.parse(words)) for words in found), kernel
+    key, config = LaunchKey.parse("bf16 K64 V64 C64 scalar WF"), Config(4, 1)
+    with kernel_configs.override_row("sm_90", "scan.gluon", str(key), config):
+        assert not kernel_configs.dispatched("sm_90", "scan", key)
+
+
+RESULTS = Path(__file__).resolve().parents[2] / "docs/results"
+PROVED = [(row["stage"], row["proved"]) for row in kernel_configs.dispatch_table()["sm_90"] if "proved" in row]
+
+
+@pytest.mark.parametrize("stage, proved", PROVED, ids=str)
+def test_what_is_said_to_be_proved_is_in_the_stored_result(stage: str, proved: dict[str, str]):
+    """The card, the toolchain, the commit, errors against the float64 loop, and the launch of the Gluon kernel."""
+    record = json.loads((RESULTS / f"{proved['result']}.json").read_text())
+    assert [gpu["name"] for gpu in record["hardware"]["gpus"]] == [proved["card"]]
+    assert {name: record["versions"][name] for name in ("torch", "triton")} == {
+        name: proved[name] for name in ("torch", "triton")
+    }
+    assert record["commit"] == proved["commit"] and not record["modified"]
+    word = stage.removeprefix("segment_")  # results keep the name of their time
+    ours = [row for row in record["rows"] if row["contender"] == "wyfold"]
+    launches = [launch for row in ours for way in ("forward", "backward") for launch in row["launches"][way]]
+    assert any(launch.startswith(f"{word} (") and launch.endswith(".gluon)") for launch in launches)
+    assert all(row["errors"] for row in ours)
 
 
 def test_without_a_card_there_is_nothing_to_judge(monkeypatch):

@@ -1,6 +1,6 @@
 """Precompilation: a first call compiles all kernels before it launches one, without side effects."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -82,6 +82,14 @@ def test_once_for_all_lengths(asked: list[Any]):
         assert len(names(asked, "compile")) == 2 * len(first)
 
 
+def called(name: str, run: Callable[[torch.Tensor], object], x: torch.Tensor, *values: object) -> object:
+    """A first call of an operator with this name and implementation, as `torch_ops.call` makes it."""
+    known = replay_cache.find_call(name, (x,), values)
+    assert known is not None and known.is_first()
+    known.precompile(lambda: run(x))
+    return run(x)
+
+
 def test_numbers_and_lengths_do_not_compile_again(asked: list[Any]):
     """They cause no dry run and no cache entry, because a training run has many of both."""
     dry_runs = mock.Mock()
@@ -102,9 +110,9 @@ def test_lengths_select_kernels_by_being_zero_or_not(asked: list[Any]):
     dry_runs = mock.Mock()
     with torch.no_grad(), mock.patch.object(replay_cache, "precompile_kernels", dry_runs):
         for counts, times in (((3, 4), 1), ((5, 9), 1), ((0, 9), 2), ((0, 2), 2)):
-            replay_cache.replayed((torch.zeros(4),), ("some", replay_cache.Lengths(counts)), lambda: None)
+            called("some", lambda x: None, torch.zeros(4), replay_cache.Lengths(counts))
             assert dry_runs.call_count == times
-    assert len(replay_cache._recordings) == 4, "each has a cache entry"
+    assert len(replay_cache._entries) == 4, "each has a cache entry"
 
 
 def test_the_cache_of_precompiled_kinds_is_bounded(asked: list[Any]):
@@ -135,7 +143,7 @@ def test_an_unknown_operation_ends_the_dry_run(lines: list[Any]):  # noqa: F811
         kernel.run = lambda *_, n=n, **__: asked.append(("compile", n))
     x = torch.randn(5)
 
-    def run() -> torch.Tensor:
+    def run(x: torch.Tensor) -> torch.Tensor:
         for n, kernel in enumerate(kernels):
             asked.append(("ask", n))
             kernel_launch.launch_kernel(kernel, 1, x, x, 5, 1.0)
@@ -143,16 +151,16 @@ def test_an_unknown_operation_ends_the_dry_run(lines: list[Any]):  # noqa: F811
         return y
 
     with torch.no_grad():
-        replay_cache.replayed((x,), ("made up",), run)
+        called("made up", run, x)
     assert asked == [("ask", 0), ("compile", 0), ("ask", 0), ("ask", 1)]
 
 
 def test_the_call_itself_raises_its_error(asked: list[Any]):
-    def run() -> torch.Tensor:
+    def run(x: torch.Tensor) -> torch.Tensor:
         raise ValueError("x: expected more")
 
     with torch.no_grad(), pytest.raises(ValueError, match="expected more"):
-        replay_cache.replayed((torch.randn(4),), ("made up",), run)
+        called("made up", run, torch.randn(4))
     assert not asked
 
 

@@ -21,7 +21,7 @@ import wyfold
 from wyfold import SequenceLayout, serving
 from wyfold.runtime import check, kernel_configs, kernel_launch, recorder, replay_cache
 from wyfold.runtime.recording import Operation
-from wyfold.runtime.replay_cache import Recording, replayed
+from wyfold.runtime.replay_cache import PublicOperator, Recording, planned
 
 triton = pytest.importorskip("triton")
 
@@ -83,7 +83,7 @@ def lines() -> Iterator[list[tuple[Any, ...]]]:
         mock.patch.object(check, "readable", lambda x: False),
         mock.patch.object(replay_cache, "DEVICES", frozenset(("cpu",))),
         mock.patch.dict(kernel_launch._launches, clear=True),
-        mock.patch.dict(replay_cache._recordings, clear=True),
+        mock.patch.dict(replay_cache._entries, clear=True),
     ):
         yield found
 
@@ -315,9 +315,14 @@ def alike(one: list[tuple[Any, ...]], other: list[tuple[Any, ...]], *tensors: di
     )
 
 
-def first_recording() -> Recording | str:
-    """Cache entry of the first kind of call that was made."""
-    return next(iter(replay_cache._recordings.values()))
+def first_recording() -> Recording | str | None:
+    """Recording of the first kind of call that was made, or why there is none."""
+    return next(iter(replay_cache._entries.values())).recording
+
+
+def recordings() -> list[Recording | str]:
+    """All recordings, and the reasons why there is none."""
+    return [entry.recording for entry in replay_cache._entries.values() if entry.recording]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
@@ -434,7 +439,7 @@ def test_both_directions_of_a_differentiated_call(kind: str, lines: list[tuple[A
         got, again, others = grad_of(WITH_GRAD[kind](), lines)
         assert alike(launches, again, tensors, others)
     assert [(x.shape, x.stride(), x.dtype) for x in got] == [(x.shape, x.stride(), x.dtype) for x in wanted]
-    assert [type(recording) for recording in replay_cache._recordings.values()] == [Recording, Recording]
+    assert [type(recording) for recording in recordings()] == [Recording, Recording]
 
 
 def test_gradients_of_some_arguments(lines: list[tuple[Any, ...]]):
@@ -562,9 +567,9 @@ def test_a_replay_uses_the_pool_of_the_call(kind: str, change: str, lines: list[
     assert launches and alike(expected, launches, others, tensors)
     shared = kind == "decode in shared memory" and change not in ("address", "float32")
     assert launches[-1][0].endswith("_gluon") == shared
-    assert sum(isinstance(recording, Recording) for recording in replay_cache._recordings.values()) == 1 + (
-        change not in ("pool", "slots")
-    )
+    entries = replay_cache._entries.items()
+    public = [entry.recording for key, entry in entries if isinstance(key[0], PublicOperator)]
+    assert [type(recording) for recording in public] == [Recording] * (1 + (change not in ("pool", "slots")))
 
 
 def test_a_number_for_a_flag_is_refused_after_a_replay(lines: list[tuple[Any, ...]]):
@@ -712,7 +717,7 @@ def test_a_step_size_is_part_of_the_key(lines: list[tuple[Any, ...]]):
             call(**{**given, "eta": eta})
     asked = [
         str(step.arguments[1])
-        for recording in replay_cache._recordings.values()
+        for recording in recordings()
         if isinstance(recording, Recording)
         for step in recording.steps
         if getattr(step, "operator", None) is torch.ops.aten.full.default
@@ -736,7 +741,7 @@ def test_under_autocast(lines: list[tuple[Any, ...]]):
                 found = [call(**given)[0].dtype for _ in range(4)]
             assert set(found) == {torch.float32 if type(context) is torch.no_grad else torch.bfloat16}
     # The forward inside a recorded call is not recorded separately.
-    assert {type(x) for x in replay_cache._recordings.values() if x} == {Recording}
+    assert {type(x) for x in recordings()} == {Recording}
 
 
 def test_the_cache_is_bounded(lines: list[tuple[Any, ...]]):
@@ -744,7 +749,7 @@ def test_the_cache_is_bounded(lines: list[tuple[Any, ...]]):
         for scale in range(1, 9):
             call, given = chunked("delta", scale=scale / 8)
             call(**given)
-            assert len(replay_cache._recordings) <= 3
+            assert len(replay_cache._entries) <= 3
 
 
 def test_the_cache_keeps_no_tensor_alive(lines: list[tuple[Any, ...]]):
@@ -779,10 +784,11 @@ def test_a_replay_frees_memory_as_early(lines: list[tuple[Any, ...]]):
         kernel_launch.launch_kernel(kernel, 1, second[1], third, 5, 1.0)
         return third
 
+    operator = PublicOperator(lambda *_: "plan", lambda _, tensors, __: run(*tensors))
     for _ in range(4):
         x = torch.randn(5)
         with torch.no_grad():
-            assert torch.equal(replayed((x,), ("test",), lambda x=x: run(x)), x + 1.0 + 1.0 + 1.0)
+            assert torch.equal(planned(operator, (x,), ()), x + 1.0 + 1.0 + 1.0)
     recording = first_recording()
     assert isinstance(recording, Recording)
     assert [type(step).__name__ for step in recording.steps] == [
@@ -866,10 +872,11 @@ def test_replayed_tensors_do_not_overlap(lines: list[tuple[Any, ...]]):
         cleared = small[1].zero_().clone()
         return both, None, add(cleared, cleared, 7.0), copied, zeros, back, pool
 
+    operator = PublicOperator(lambda *_: "plan", lambda _, tensors, __: run(*tensors))
     for number in range(5):
         x, pool = torch.randn(5), torch.zeros(10)
         with torch.no_grad():
-            found = replayed((x, pool), ("test",), lambda given=(x, pool): run(*given))
+            found = planned(operator, (x, pool), ())
         both, nothing, seven, copied, zeros, back, same = found
         assert torch.equal(both, torch.stack([x + 1.0 + 100.0, x + 10.0 + 100.0])), number
         assert nothing is None and same is pool
@@ -888,7 +895,7 @@ REFUSED: dict[str, tuple[str, Callable[[torch.Tensor, Any], Any]]] = {
         lambda x, add: add(x, x.new_empty(5)) is None or x[1:],
     ),
     "a copy, seen otherwise": ("a result is part", lambda x, add: add(x, x.new_empty(5)).clone()[None]),
-    "another kind": ("the result is a list", lambda x, add: [add(x, x.new_empty(5))]),
+    "another kind": ("the result is a dict", lambda x, add: {"y": add(x, x.new_empty(5))}),
     "memory elsewhere": ("allocated on meta", lambda x, add: add(x, torch.empty(5, device="meta")) is None or None),
     "unknown memory": ("unknown origin", lambda x, add: add(x, BEFORE) is None or None),
     "no launch": ("no kernel is launched", lambda x, add: x.new_empty(5)),
@@ -909,9 +916,10 @@ def test_a_call_that_cannot_be_recorded_runs_as_usual(what: str, lines: list[tup
     x = torch.randn(5)
     with torch.no_grad():
         add(x, torch.empty(5))
+        operator = PublicOperator(lambda *_: "plan", lambda _, tensors, __: calls.append(what) or run(*tensors, add))
         for _ in range(4):
-            replayed((x,), (what,), lambda: calls.append(what) or run(x, add))
-    assert len(calls) == 5  # once more for the dry run that precedes the first call
+            planned(operator, (x,), ())
+    assert len(calls) == 4
     recording = first_recording()
     assert isinstance(recording, str)
     assert re.search(reason, recording)

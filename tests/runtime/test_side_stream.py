@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from wyfold.autograd import delta_chunk
-from wyfold.runtime import kernel_launch, recorder, replay_cache, segment_rule, side_stream
+from wyfold.runtime import kernel_launch, recorder, segment_rule, side_stream
 from wyfold.runtime.replay_cache import Recording
 
 triton = pytest.importorskip("triton")
 
-from tests.runtime.test_replay_cache import chunked, without_replay  # noqa: E402
+from tests.runtime.test_replay_cache import chunked, recordings, without_replay  # noqa: E402
 from tests.runtime.test_replay_cache import lines as launches  # noqa: E402, F401
 from triton.runtime import driver  # noqa: E402
 
@@ -117,7 +117,7 @@ def test_an_exception_in_a_replay_joins_the_side_stream(lines, there: bool, monk
         side_stream.ForkJoin(0, joins=True),
     )
     with pytest.raises(KeyboardInterrupt):
-        Recording(CARD, (), (), 0, steps, (), single=False).run((), [])
+        Recording(CARD, (), (), 0, steps, ()).run((), [])
     assert lines == ["10 waits for 1", "1 waits for 10"]
 
 
@@ -203,7 +203,7 @@ def test_a_call_in_segments_is_replayed_on_both_streams(rule: str, lines, launch
             found = called()
         waits = [line for line in lines if "waits" in line]
         assert [called() for _ in range(3)] == [found] * 3
-        assert [type(recording) for recording in replay_cache._recordings.values()] == [Recording] * 2
+        assert [type(recording) for recording in recordings()] == [Recording] * 2
     assert waits == lines == ["10 waits for 1", "1 waits for 10"] * 2
     assert found == [
         *(

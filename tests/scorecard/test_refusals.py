@@ -8,8 +8,7 @@ from tests.scorecard.refusals import REFUSALS, Refusal, right_arguments
 import wyfold
 from wyfold.cli.operators import OPERATOR_SPECS
 from wyfold.kernels import table
-from wyfold.ops import plan_cache
-from wyfold.runtime import check
+from wyfold.runtime import check, replay_cache
 
 LEAST = 60
 """Least number of kinds of invalid calls."""
@@ -62,7 +61,7 @@ def test_refusals_are_distinct_and_enough():
 
 def test_a_missing_argument_check_is_detected(launched: list[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(check, "flag", lambda op, **flags: None)
-    monkeypatch.setattr(plan_cache, "_plans", {})  # plans cached without the check must not leak into other tests
+    monkeypatch.setattr(replay_cache, "_entries", {})  # plans cached without the check must not leak into other tests
     undetected = {refusal.argument for refusal in REFUSALS if fault(refusal, launched) == "was accepted"}
     assert "use_qk_l2norm_in_kernel" in undetected
 

@@ -11,7 +11,6 @@ from wyfold.kernels import table
 from wyfold.kernels.conv import ConvGradients
 from wyfold.runtime import check
 from wyfold.runtime.layout import legal_boundaries
-from wyfold.runtime.replay_cache import replayed
 from wyfold.runtime.torch_ops import call, once_differentiable, register
 from wyfold.tile.rows.eager import widest
 
@@ -53,8 +52,7 @@ class Conv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         *tensors, output_final_state, activated, backend = arguments
-        settings = output_final_state, activated, backend
-        y, final_state = replayed(tuple(tensors), (_NAME, *settings), lambda: call(forward_op, *arguments))
+        y, final_state = call(forward_op, *arguments)
         ctx.set_materialize_grads(False)
         ctx.final_state, ctx.options = output_final_state, (activated, backend)
         ctx.save_for_backward(*tensors)
@@ -68,16 +66,14 @@ class Conv(torch.autograd.Function):
         if dy is None and dfinal is None:
             return (None,) * len(ctx.needs_input_grad)
         needs = list(ctx.needs_input_grad[:DIFFERENTIABLE])
-        tensors = *ctx.saved_tensors, dy, dfinal
-        values = f"{_NAME}_bwd", *needs, *ctx.options
-        found = iter(replayed(tensors, values, lambda: tuple(call(backward_op, *tensors, needs, *ctx.options))))
+        found = iter(call(backward_op, *ctx.saved_tensors, dy, dfinal, needs, *ctx.options))
         return *(next(found) if need else None for need in needs), None, None, None, None
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     t = ConvTensors(*arguments[: len(ConvTensors._fields)])
     output_final_state, activated, backend = arguments[len(t) :]
-    y, final_state = _outputs(*arguments)
+    y, final_state = _outputs(t, output_final_state)
     table.kernel_module("conv", backend).conv(
         t.x.flatten(0, 1),
         t.weight,
@@ -92,10 +88,13 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     return y, final_state
 
 
-def _outputs(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Allocate the results, uninitialized, from metadata alone; also the operator's fake implementation."""
+def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     t = ConvTensors(*arguments[: len(ConvTensors._fields)])
-    output_final_state = arguments[len(t)]
+    return _outputs(t, arguments[len(t)])
+
+
+def _outputs(t: ConvTensors, output_final_state: bool) -> tuple[Tensor, Tensor]:
+    """Allocate the results, uninitialized, from metadata alone."""
     y = t.x.new_empty(t.x.shape)
     if not output_final_state:
         return y, t.x.new_empty(0)
@@ -155,7 +154,7 @@ forward_op = register(
     f"causal_conv1d_fwd({TENSORS_SCHEMA}, bool output_final_state, bool activated, str backend)"
     " -> (Tensor y, Tensor final_state)",
     _forward,
-    _outputs,
+    _forward_fake,
     Conv.apply,
 )
 backward_op = register(

@@ -27,22 +27,12 @@ from wyfold.autograd.delta_records import (
 )
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.options import DELTA_SCHEMA, DeltaOptions
-from wyfold.runtime.replay_cache import replayed
-from wyfold.runtime.torch_ops import apply, call, differentiating, once_differentiable, register, traced
+from wyfold.runtime.torch_ops import call, once_differentiable, register
 
 TENSORS_SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? initial_state, Tensor? A_log, Tensor? dt_bias, "
     "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, Tensor? a, Tensor? b, Tensor? w"
 )
-
-
-def delta(tensors: DeltaTensors, options: DeltaOptions) -> DeltaResult:
-    """Run one call, differentiable if autograd is on."""
-    if traced():  # a traced program decides itself what to save for its backward
-        options = options._replace(save=False)
-    if not differentiating():
-        return run(tensors, options)[0]
-    return DeltaResult(*apply(options.operator, Delta, *tensors, options))
 
 
 def run(tensors: DeltaTensors, options: DeltaOptions) -> tuple[DeltaResult, list[Tensor]]:
@@ -51,21 +41,14 @@ def run(tensors: DeltaTensors, options: DeltaOptions) -> tuple[DeltaResult, list
     Returns:
         The results, and the tensors that the backward reads besides the call's own.
     """
-
-    def forward() -> tuple[Tensor, ...]:
-        *result, saved = call(_forward_op, *tensors, *options)
-        return *result, *saved
-
-    o, final_state, states, *saved = replayed(tensors, ("delta_fwd", *options), forward)
+    o, final_state, states, saved = call(_forward_op, *tensors, *options)
     return DeltaResult(o, final_state, states), saved
 
 
 def run_backward(given: DeltaBackwardInputs) -> list[Tensor]:
     """Return the gradient of every differentiable tensor; it has no elements where `needs` is False."""
-    found: list[Tensor] = call(
-        _backward_op, *given.tensors, given.saved, given.do, given.dST, given.needs, *given.options
-    )
-    return found
+    found = iter(call(_backward_op, *given.tensors, given.saved, given.do, given.dST, given.needs, *given.options))
+    return [next(found) if need else given.empty_grad(index) for index, need in enumerate(given.needs)]
 
 
 class Delta(torch.autograd.Function):
@@ -73,8 +56,8 @@ class Delta(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *tensors, options = arguments
-        (o, final_state, states), saved = run(DeltaTensors(*tensors), options)
+        tensors, options = arguments[:-1], arguments[-1]
+        o, final_state, states, saved = call(_forward_op, *tensors, *options)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(states)
         ctx.options = options
@@ -91,13 +74,8 @@ class Delta(torch.autograd.Function):
         dST = dST if ctx.options.final_state else None
         if do is None and dST is None:
             return (None,) * (TENSORS + 1)
-
-        def gradients() -> tuple[Tensor | None, ...]:
-            found = run_backward(DeltaBackwardInputs(DeltaTensors(*tensors), ctx.options, saved, do, dST, needs))
-            return tuple([dx if need else None for dx, need in zip(found, needs, strict=True)])
-
-        found = replayed((*kept, do, dST), ("delta_bwd", *needs, *ctx.options), gradients)
-        return as_input_grads(found, TENSORS + 1)
+        found = iter(call(_backward_op, *tensors, saved, do, dST, needs, *ctx.options))
+        return as_input_grads([next(found) if need else None for need in needs], TENSORS + 1)
 
 
 class DeltaImplementation(Protocol):
@@ -139,8 +117,9 @@ def _forward(*arguments: Any) -> tuple[Any, ...]:
 
 
 def _backward(*arguments: Any) -> list[Tensor]:
+    """Compute the gradients of the tensors that need one, in their order."""
     given = _given(*arguments)
-    return given.to_input_dtypes(implementation_for(given.options).backward(given))
+    return given.needed(implementation_for(given.options).backward(given))
 
 
 def _forward_fake(*arguments: Any) -> tuple[Any, ...]:
@@ -150,7 +129,7 @@ def _forward_fake(*arguments: Any) -> tuple[Any, ...]:
 
 def _backward_fake(*arguments: Any) -> list[Tensor]:
     given = _given(*arguments)
-    return given.to_input_dtypes(given.empty_grads())
+    return given.needed(given.empty_grads())
 
 
 def _forward_differentiated(*arguments: Any) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ The host never waits for the device: grids and buffers are sized by capacity, an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -39,48 +40,63 @@ from wyfold.kernels import table
 from wyfold.kernels.records import GradientOutputs, Prepared, Slots, TokenBorders
 from wyfold.runtime import check
 from wyfold.runtime.chunk_layout import ChunkGrid, Segments, max_borders, max_chunks
+from wyfold.runtime.kernel_configs import LaunchKey
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.options import DeltaOptions
 from wyfold.runtime.side_stream import fork_side_stream
 
 
 class KernelCall:
-    """Inputs that both directions derive from a call before the first launch.
+    """Inputs that both directions derive from a call. It launches nothing by itself.
 
     Attributes:
         t: The call's tensors; q, k, v and g in layouts that the kernels read.
         options: The call's options.
-        grid: Chunk grid of the sequences.
+        grid: Chunk grid of the sequences, set by its launch.
         folded: `prepare.reads_folded` of the call's gate.
         key: Key of the kernel configurations.
         uses_tma: Whether a scan is a Gluon kernel, which reads q, k and v by TMA.
         A_log, dt_bias: Contiguous gate parameters, or None.
-        segments: Segments of the sequences; None if no sequence is cut.
+        segments: Segments of the sequences, set by their launch; None if no sequence is cut.
     """
 
-    def __init__(self, t: DeltaTensors, options: DeltaOptions, grid: ChunkGrid | None = None):
-        (B, T, _, K), V, C, every = t.q.shape, t.v.shape[3], options.chunk_size, options.checkpoint_every
+    grid: ChunkGrid
+
+    def __init__(self, t: DeltaTensors, options: DeltaOptions):
+        K, V, C = t.q.shape[3], t.v.shape[3], options.chunk_size
         self.options = options
-        if grid is None and t.cu_seqlens is not None and check.readable(t.cu_seqlens):
-            legal_boundaries(options.operator, t.cu_seqlens, T)
         prepare = self.stage("prepare")
-        self.t = t._replace(q=aligned(t.q), k=aligned(t.k), g=aligned(t.g))
-        self.grid = grid or self.stage("chunk_grid").chunk_grid(B, T, C, t.cu_seqlens, every)
+        self.t = _aligned(t)
         self.folded = prepare.reads_folded(t.g)
-        self.key = prepare.launch_key(t.q.dtype, K, V, C, prepare.gate_kind(t.g), self.folded)
+        self.key: LaunchKey = prepare.launch_key(t.q.dtype, K, V, C, prepare.gate_kind(t.g), self.folded)
         self.uses_tma = any(
             table.selected_backend(name, options.backend, self.key, t.q.device) == "gluon"
             for name in ("scan", "scan_bwd")
         )
         if self.uses_tma:
             # Copied once for all launches: some of them run on a side stream.
-            q, k = (x if "channel" in self.key.split() else contiguous_for_tma(x) for x in (self.t.q, self.t.k))
-            self.t = self.t._replace(q=q, k=k, v=contiguous_for_tma(self.t.v))
+            names = "v" if self.key.per_channel else "qkv"
+            rows = {name: contiguous_for_tma(getattr(self.t, name)) for name in names}
+            if any(x is not getattr(self.t, name) for name, x in rows.items()):
+                self.t = self.t._replace(**rows)
         # Kernels read these few numbers as contiguous arrays.
         self.A_log, self.dt_bias = (None if x is None else x.contiguous() for x in (t.A_log, t.dt_bias))
         self.segments: Segments | None = None
-        if _borders(t, options):
-            self.segments = self.stage("segment_grid").segment_grid(self.grid, options.cut, t.q.device)
+
+    @property
+    def chunk_grid(self) -> Callable[[], ChunkGrid]:
+        """The launch that finds the chunks of the sequences."""
+        (B, T), cu, options = self.t.q.shape[:2], self.t.cu_seqlens, self.options
+        if cu is not None and check.readable(cu):
+            legal_boundaries(options.operator, cu, T)
+        return partial(self.stage("chunk_grid").chunk_grid, B, T, options.chunk_size, cu, options.checkpoint_every)
+
+    @property
+    def segment_grid(self) -> Callable[[], Segments] | None:
+        """The launch that cuts sequences into segments; None if no sequence can be long enough."""
+        if not _borders(self.t, self.options):
+            return None
+        return partial(self.stage("segment_grid").segment_grid, self.grid, self.options.cut, self.t.q.device)
 
     @property
     def scan_grid(self) -> ChunkGrid:
@@ -94,32 +110,31 @@ class KernelCall:
     def stage(self, name: str) -> Any:
         return table.kernel_module(name, self.options.backend)
 
-    def scan_key(self, result: DeltaResult) -> str:
+    def scan_key(self, result: DeltaResult) -> LaunchKey:
         """`key` with the scan's own variants: intermediate states, and an output dtype other than v's."""
-        kept = " kept" if self.options.checkpoint_every else ""
-        return f"{self.key}{kept}{' wide' if result.o.dtype != self.t.v.dtype else ''}"
+        kept, wide = bool(self.options.checkpoint_every), result.o.dtype != self.t.v.dtype
+        return self.key._replace(kept=kept, wide=wide)
 
-    def prepare(self, o: Tensor, *, backward: bool, forward: bool, clear: bool) -> Prepared:
-        """Run `prepare`, which computes the factors of every chunk.
+    @property
+    def prepare(self) -> Callable[..., Prepared]:
+        """The launch that computes the factors of every chunk.
 
-        Args:
+        Args of the launch:
             o: [B, T, HV, V] the output, or a tensor of its shape.
             backward, forward: Which directions the factors are for.
             clear: Whether the launch also zeroes o past the last boundary.
         """
         t = self.t
-        arguments = t.q, t.k, t.g, t.beta, self.A_log, self.dt_bias, self.grid, self.options, o
+        arguments = t.q, t.k, t.g, t.beta, self.A_log, self.dt_bias, self.grid, self.options
         prepare = table.selected_module("prepare", self.options.backend, self.key, t.q.device).prepare
-        directions = {"backward": backward, "forward": forward}
-        found: Prepared = prepare(*arguments, folded=self.folded, **directions, clear=clear)
-        return found
+        return partial(prepare, *arguments, folded=self.folded)
 
     def summary(
         self, k: Tensor, v: Tensor, prepared: Prepared, initial: Tensor | None, states: Tensor, maps: Tensor
     ) -> None:
         """Write H [borders, HV, V, K] and M [borders, HV, K, K] of the segment that ends at each border."""
         summary = table.selected_module(
-            "segment_summary", self.options.backend, f"{self.key} fwd", k.device
+            "segment_summary", self.options.backend, self.key._replace(launch="fwd"), k.device
         ).segment_summary
         summary(k, v, prepared, initial, self.segments, self.key, states.mT, maps.mT)
 
@@ -128,7 +143,7 @@ class KernelCall:
     ) -> None:
         """Write c [borders, HV, V, K] of the segment that begins at each border."""
         summary_bwd = table.selected_module(
-            "segment_summary", self.options.backend, f"{self.key} bwd", k.device
+            "segment_summary", self.options.backend, self.key._replace(launch="bwd"), k.device
         ).segment_summary_bwd
         summary_bwd(q, k, prepared, do, final, self.segments, self.options, self.key, gradients.mT)
 
@@ -168,8 +183,10 @@ def forward(
     Returns:
         The results, and the tensors that the backward reads besides the call's own.
     """
-    call, result = KernelCall(t, options, grid), empty_result(t, options, out)
-    t = call.t
+    call, result = KernelCall(t, options), empty_result(t, options, out)
+    t, call.grid = call.t, grid or call.chunk_grid()
+    if call.segment_grid is not None:
+        call.segments = call.segment_grid()
     if t.v.numel() == 0:
         if options.final_state:
             pass_through(t.initial_state, result.final_state)
@@ -226,7 +243,9 @@ def backward(given: DeltaBackwardInputs) -> list[Tensor]:
     """Compute every needed gradient."""
     t, options, kept, do, dST, needs = given
     call, dS0 = KernelCall(t, options), given.empty_grad(INITIAL_STATE)
-    t = call.t
+    t, call.grid = call.t, call.chunk_grid()
+    if call.segment_grid is not None:
+        call.segments = call.segment_grid()
     if t.v.numel() == 0:
         found = [grad.zero_() for grad in given.empty_grads()]
         if needs[INITIAL_STATE]:
@@ -277,6 +296,12 @@ def token_gradients(
         inputs = t.q, t.k, t.g, t.beta, call.A_log, call.dt_bias
         gradients(*inputs, do, borders, call.grid, call.options, key, GradientOutputs(*wanted))
     return found
+
+
+def _aligned(t: DeltaTensors) -> DeltaTensors:
+    """The tensors with q, k and g in rows that kernels read as vectors; t itself if they are."""
+    q, k, g = aligned(t.q), aligned(t.k), aligned(t.g)
+    return t if q is t.q and k is t.k and g is t.g else t._replace(q=q, k=k, g=g)
 
 
 def _borders(t: DeltaTensors, options: DeltaOptions) -> int:

@@ -115,6 +115,10 @@ class DeltaBackwardInputs(NamedTuple):
         """Allocate the gradient of every differentiable tensor, uninitialized."""
         return [self.empty_grad(index) for index in range(len(self.needs))]
 
+    def needed(self, found: list[Tensor]) -> list[Tensor]:
+        """The gradients that are needed, in their arguments' dtypes."""
+        return [dx for dx, need in zip(self.to_input_dtypes(found), self.needs, strict=True) if need]
+
     def to_input_dtypes(self, found: list[Tensor]) -> list[Tensor]:
         """Cast every gradient to its argument's dtype."""
         given = [self.tensors[index] for index in LEARNING[: len(found)]]

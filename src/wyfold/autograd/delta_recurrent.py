@@ -9,6 +9,8 @@ are bit-identical.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -30,20 +32,30 @@ from wyfold.runtime.options import DeltaOptions
 
 
 class RecurrentCall:
-    """Inputs that both directions derive from a call before the first launch."""
+    """Inputs that both directions derive from a call. It launches nothing by itself.
 
-    def __init__(self, t: DeltaTensors, options: DeltaOptions, every: int | None = None):
-        B, T = t.q.shape[:2]
-        if t.cu_seqlens is not None and check.readable(t.cu_seqlens):
-            legal_boundaries(options.operator, t.cu_seqlens, T)
+    Attributes:
+        grid: Grid of the blocks of tokens, set by its launch.
+    """
+
+    grid: ChunkGrid
+
+    def __init__(self, t: DeltaTensors, options: DeltaOptions):
         self.t, self.options = t, options
         self.stage: Any = table.kernel_module("recurrent", options.backend)
-        grids: Any = table.kernel_module("chunk_grid", options.backend)
-        self.grid = grids.chunk_grid(B, T, self.stage.BLOCK, t.cu_seqlens, self.stage.BLOCK if every is None else every)
         # Kernels read these few numbers as contiguous arrays.
         self.A_log, self.dt_bias = (None if x is None else x.contiguous() for x in (t.A_log, t.dt_bias))
         self.inputs = t.q, t.k, t.v, t.g, t.beta, self.A_log, self.dt_bias
         self.initial = None if t.initial_state is None else _vector_loadable(t.initial_state)
+
+    @property
+    def chunk_grid(self) -> Callable[[int], ChunkGrid]:
+        """The launch that finds the blocks of the sequences; its argument is the distance of states to be returned."""
+        (B, T), cu = self.t.q.shape[:2], self.t.cu_seqlens
+        if cu is not None and check.readable(cu):
+            legal_boundaries(self.options.operator, cu, T)
+        grids: Any = table.kernel_module("chunk_grid", self.options.backend)
+        return partial(grids.chunk_grid, B, T, self.stage.BLOCK, cu)
 
 
 def _vector_loadable(states: Tensor) -> Tensor:
@@ -61,7 +73,8 @@ def forward(
         if options.final_state:
             pass_through(t.initial_state, result.final_state)
         return result, []
-    call = RecurrentCall(t, options, every)
+    call = RecurrentCall(t, options)
+    call.grid = call.chunk_grid(every)
     states = first = None
     if every:
         states = result.states if t.cu_seqlens is not None else result.states.flatten(0, 1)
@@ -88,6 +101,7 @@ def backward(given: DeltaBackwardInputs) -> list[Tensor]:
             pass_through(dST, dS0)
         return found
     call = RecurrentCall(t, options)
+    call.grid = call.chunk_grid(call.stage.BLOCK)
     if do is None:
         do = t.v.new_zeros(()).expand(t.v.shape)
     wanted = GradientOutputs(*(x if need else None for x, need in _token_gradients(found, needs)))

@@ -27,35 +27,18 @@ from wyfold.kernels import table
 from wyfold.kernels.path_records import BLOCK_CHUNKS, CHUNK, PathCall, PathPast, PathTiles
 from wyfold.runtime.chunk_layout import ChunkTable, dense_table
 from wyfold.runtime.layout import legal_boundaries
-from wyfold.runtime.replay_cache import replayed
-from wyfold.runtime.torch_ops import apply, call, differentiating, once_differentiable, register
+from wyfold.runtime.torch_ops import call, once_differentiable, register
 from wyfold.tile.index.eager import from_chunks, to_chunks
 from wyfold.tile.rows.eager import widest
 
 
-def path(tensors: PathTensors, options: PathOptions) -> tuple[Tensor, Tensor]:
-    """Outputs and keys of one call, differentiable if autograd is on; without `use_cache` the keys have no elements."""
-    if not differentiating():
-        o, keys, _ = _run(tensors, options)
-        return o, keys
-    o, keys, _ = apply(OPERATOR, _Path, *tensors, options)
-    return o, keys
-
-
-def _run(tensors: PathTensors, options: PathOptions) -> tuple[Tensor, Tensor, Tensor]:
-    found: tuple[Tensor, Tensor, Tensor] = replayed(
-        tensors, ("path_fwd", *options), lambda: call(_forward_op, *tensors, *options)
-    )
-    return found
-
-
-class _Path(torch.autograd.Function):
+class Path(torch.autograd.Function):
     """`wyfold::path_fwd`, with `wyfold::path_bwd` as its gradient."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        *tensors, options = arguments
-        o, keys, lse = _run(PathTensors(*tensors), options)
+        tensors, options = arguments[:-1], arguments[-1]
+        o, keys, lse = call(_forward_op, *tensors, *options)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(lse)
         ctx.options = options
@@ -68,13 +51,8 @@ class _Path(torch.autograd.Function):
         none = (None,) * (TENSORS + 1)
         if do is None and dkeys is None:
             return none
-        inputs = (*ctx.saved_tensors, do, dkeys)
-        needs = ctx.needs_input_grad[:DIFFERENTIABLE]
-
-        def gradients() -> tuple[Tensor, ...]:
-            return tuple(call(_backward_op, *inputs, list(needs), *ctx.options))
-
-        found = iter(replayed(inputs, ("path_bwd", *needs, *ctx.options), gradients))
+        needs = list(ctx.needs_input_grad[:DIFFERENTIABLE])
+        found = iter(call(_backward_op, *ctx.saved_tensors, do, dkeys, needs, *ctx.options))
         return *(next(found) if need else None for need in needs), *none[DIFFERENTIABLE:]
 
 
@@ -230,7 +208,7 @@ _forward_op = register(
     f"path_fwd({TENSORS_SCHEMA}, {OPTIONS_SCHEMA}) -> (Tensor o, Tensor keys, Tensor lse)",
     _forward,
     lambda *arguments: empty_results(PathTensors(*arguments[:TENSORS]), PathOptions(*arguments[TENSORS:])),
-    lambda *arguments: _Path.apply(*arguments[:TENSORS], PathOptions(*arguments[TENSORS:])),
+    lambda *arguments: Path.apply(*arguments[:TENSORS], PathOptions(*arguments[TENSORS:])),
 )
 _backward_op = register(
     f"path_bwd({TENSORS_SCHEMA}, Tensor lse, Tensor? do, Tensor? dkeys, bool[] needs, {OPTIONS_SCHEMA}) -> Tensor[]",

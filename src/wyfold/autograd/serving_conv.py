@@ -16,7 +16,7 @@ from wyfold.kernels.records import Slots
 from wyfold.runtime import check
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.layout import legal_boundaries
-from wyfold.runtime.torch_ops import call, register
+from wyfold.runtime.torch_ops import register
 
 CHUNK = 64
 """Chunk size of the grid that holds a call's boundaries; its value does not matter."""
@@ -56,11 +56,6 @@ class ConvServing(NamedTuple):
     activated: bool
     operator: str
     backend: str
-
-
-def serve_conv(serving: ConvServing) -> None:
-    """Run one call; it writes `serving.y` and the pool."""
-    call(_serve_op, *serving)
 
 
 def _serve(*arguments: Any) -> None:
@@ -128,7 +123,7 @@ def _serve_fake(*arguments: Any) -> None:
     """Fake implementation: the operator returns nothing."""
 
 
-_serve_op = register(
+serve_conv_op = register(
     "serve_conv(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) pool, Tensor? source, Tensor? given, "
     "Tensor? accepted, Tensor? cu_seqlens, Tensor(b!) y, int pad, bool drafts, bool activated, str operator, "
     "str backend) -> ()",

@@ -18,16 +18,16 @@ from wyfold.kernels import table
 from wyfold.kernels.records import Slots
 from wyfold.runtime import check
 from wyfold.runtime.chunk_layout import ChunkGrid
+from wyfold.runtime.kernel_configs import LaunchKey
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.options import DELTA_SCHEMA, DeltaOptions
-from wyfold.runtime.torch_ops import call, register
+from wyfold.runtime.torch_ops import register
 
 
-class DeltaServing(NamedTuple):
-    """One serving call: tokens as the public operators document them, and the pools of their states.
+class PoolCall(NamedTuple):
+    """The states of one serving call, and its output.
 
     Attributes:
-        q, k, v, g, beta, A_log, dt_bias, cu_seqlens: As of `DeltaTensors`.
         pool: [slots, HV, K, V], or V-first; updated in place.
         source, target, given, accepted, each, pad: As of `Slots`.
         checkpoints: Pool of intermediate states, updated in place, or None.
@@ -35,14 +35,6 @@ class DeltaServing(NamedTuple):
         o: [B, T, HV, V] output buffer.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor | None
-    beta: Tensor | None
-    A_log: Tensor | None
-    dt_bias: Tensor | None
-    cu_seqlens: Tensor | None
     pool: Tensor
     source: Tensor | None
     target: Tensor | None
@@ -54,64 +46,53 @@ class DeltaServing(NamedTuple):
     each: bool
     pad: int
 
-    @property
-    def sequences(self) -> int:
-        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
-
 
 SERVING_SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, Tensor? cu_seqlens, "
     "Tensor(a!) pool, Tensor? source, Tensor? target, Tensor? given, Tensor? accepted, "
     "Tensor(b!)? checkpoints, Tensor? checkpoint_source, Tensor(c!) o, bool each, int pad"
 )
-
-
-def serve(serving: DeltaServing, options: DeltaOptions) -> None:
-    """Run one call; it writes `serving.o` and the pools."""
-    call(_serve_op, *serving, *options)
+TOKENS = 8
+"""Tensors of the schema before the pool."""
 
 
 def _serve(*arguments: Any) -> None:
-    fields = len(DeltaServing._fields)
-    s, options = DeltaServing(*arguments[:fields]), DeltaOptions(*arguments[fields:])
-    if s.sequences == 0 and s.cu_seqlens is None:
+    q, k, v, g, beta, A_log, dt_bias, cu = arguments[:TOKENS]
+    t = DeltaTensors(q, k, v, g, beta, None, A_log, dt_bias, cu, None)
+    fields = TOKENS + len(PoolCall._fields)
+    s, options = PoolCall(*arguments[TOKENS:fields]), DeltaOptions(*arguments[fields:])
+    B, T = q.shape[:2]
+    if B == 0 and cu is None:
         return
-    (B, T), C = s.q.shape[:2], options.chunk_size
-    if s.cu_seqlens is not None and check.readable(s.cu_seqlens):
-        legal_boundaries(options.operator, s.cu_seqlens, T)
+    if cu is not None and check.readable(cu):
+        legal_boundaries(options.operator, cu, T)
     grids: Any = table.kernel_module("chunk_grid", options.backend)
-    grid = grids.chunk_grid(B, T, C, s.cu_seqlens, 0 if s.each else options.checkpoint_every)
+    grid = grids.chunk_grid(B, T, options.chunk_size, cu, 0 if s.each else options.checkpoint_every)
     given, accepted = (None if x is None else x.contiguous() for x in (s.given, s.accepted))
     slots = Slots(s.pool, s.pool, s.source, s.target, given, accepted, s.each, s.pad)
     if options.recurrent and options.backend != "eager":
-        recurrent: Any = table.selected_module("recurrent", options.backend, _key(s, options), s.q.device)
-        A_log, dt_bias = (None if x is None else x.contiguous() for x in (s.A_log, s.dt_bias))
-        recurrent.recurrent(*s[:5], A_log, dt_bias, slots, grid, options, s.o)
+        recurrent: Any = table.selected_module("recurrent", options.backend, _key(t, s, options), q.device)
+        A_log, dt_bias = (None if x is None else x.contiguous() for x in (A_log, dt_bias))
+        recurrent.recurrent(q, k, v, g, beta, A_log, dt_bias, slots, grid, options, s.o)
     elif options.backend != "eager" and s.o.numel():
-        _run_on_pool(s, slots, grid, options)
+        # No sequence of a serving call is cut into segments, so the scan is the first and last launch that needs the
+        # state. It reads each state from the pool and writes it back.
+        result, _ = delta_chunk.forward(t, options._replace(final_state=False), s.o, grid, slots)
+        _store_checkpoints(t, s, result.states, slots, grid, options)
     else:
-        _run_on_gathered_states(s, slots, grid, options)
+        _run_on_gathered_states(t, s, slots, grid, options)
 
 
-def _run_on_pool(s: DeltaServing, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
-    """Run the chunk kernels; the scan reads each state from the pool and writes it back.
-
-    No sequence of a serving call is cut into segments, so the scan is the first and last launch that needs the state.
-    """
-    tokens = DeltaTensors(*s[:5], None, s.A_log, s.dt_bias, s.cu_seqlens, None)
-    result, _ = delta_chunk.forward(tokens, options._replace(final_state=False), s.o, grid, slots)
-    _store_checkpoints(s, result.states, slots, grid, options)
-
-
-def _key(s: DeltaServing, options: DeltaOptions) -> str:
+def _key(t: DeltaTensors, s: PoolCall, options: DeltaOptions) -> LaunchKey:
     """Configuration key of a recurrent serving call."""
     keys: Any = table.kernel_module("recurrent", "triton")
-    (_, T, _, K), alone = s.q.shape, s.cu_seqlens is None and not s.each
+    (_, T, _, K), alone = t.q.shape, t.cu_seqlens is None and not s.each
     order = {"v_first": options.state_v_first, "alone": alone and T == 1}
-    return str(keys.served_key(s.pool, K, s.v.shape[3], s.g, **order))
+    found: LaunchKey = keys.served_key(s.pool, K, t.v.shape[3], t.g, **order)
+    return found
 
 
-def _run_on_gathered_states(s: DeltaServing, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
+def _run_on_gathered_states(t: DeltaTensors, s: PoolCall, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
     """Gather states from slots (`enter`), run the differentiable implementation, scatter them back (`leave`).
 
     The eager backend takes this path, and kernels for a call without tokens.
@@ -119,29 +100,30 @@ def _run_on_gathered_states(s: DeltaServing, slots: Slots, grid: ChunkGrid, opti
     stage: Any = table.kernel_module("state_pool", options.backend)
     entering = s.pool.new_empty(grid.sequences, *s.pool.shape[1:], dtype=options.state_dtype)
     stage.enter(s.pool, slots, entering)
-    tokens = DeltaTensors(*s[:5], entering, s.A_log, s.dt_bias, s.cu_seqlens, None)
-    result, _ = implementation_for(options).forward(tokens, options, s.o, grid)
+    result, _ = implementation_for(options).forward(t._replace(initial_state=entering), options, s.o, grid)
     if slots.each:
-        stage.leave_each(_state_rows(s, result.states), slots, s.pool, grid, s.o)
+        stage.leave_each(_state_rows(t, result.states), slots, s.pool, grid, s.o)
         return
     stage.leave(result.final_state, slots, s.pool, grid, s.o)
-    _store_checkpoints(s, result.states, slots, grid, options)
+    _store_checkpoints(t, s, result.states, slots, grid, options)
 
 
-def _store_checkpoints(s: DeltaServing, states: Tensor, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
+def _store_checkpoints(
+    t: DeltaTensors, s: PoolCall, states: Tensor, slots: Slots, grid: ChunkGrid, options: DeltaOptions
+) -> None:
     """Store intermediate states in the checkpoint pool, if the call has one and there are any."""
     if s.checkpoints is not None and states.numel():
         stage: Any = table.kernel_module("state_pool", options.backend)
-        stage.leave_between(_state_rows(s, states), slots, grid, s.checkpoints, s.checkpoint_source)
+        stage.leave_between(_state_rows(t, states), slots, grid, s.checkpoints, s.checkpoint_source)
 
 
-def _state_rows(s: DeltaServing, states: Tensor) -> Tensor:
+def _state_rows(t: DeltaTensors, states: Tensor) -> Tensor:
     """View intermediate states as [rows, HV, ...]."""
-    return states if s.cu_seqlens is not None else states.flatten(0, 1)
+    return states if t.cu_seqlens is not None else states.flatten(0, 1)
 
 
 def _serve_fake(*arguments: Any) -> None:
     """Fake implementation: the operator returns nothing."""
 
 
-_serve_op = register(f"serve({SERVING_SCHEMA}, {DELTA_SCHEMA}) -> ()", _serve, _serve_fake)
+serve_op = register(f"serve({SERVING_SCHEMA}, {DELTA_SCHEMA}) -> ()", _serve, _serve_fake)

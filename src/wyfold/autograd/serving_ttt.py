@@ -10,7 +10,7 @@ from wyfold.kernels import table
 from wyfold.kernels.records import Slots
 from wyfold.kernels.ttt import TTTInputs
 from wyfold.kernels.ttt_decode import Pools
-from wyfold.runtime.torch_ops import call, register
+from wyfold.runtime.torch_ops import register
 
 
 class TTTServing(NamedTuple):
@@ -49,11 +49,6 @@ class TTTServing(NamedTuple):
     backend: str
 
 
-def serve_ttt(serving: TTTServing) -> None:
-    """Run one call; it writes `serving.o` and the pools."""
-    call(_serve_op, *serving)
-
-
 def _serve(*arguments: Any) -> None:
     s = TTTServing(*arguments)
     if s.v.numel() == 0:
@@ -68,7 +63,7 @@ def _serve_fake(*arguments: Any) -> None:
     """Fake implementation: the operator returns nothing."""
 
 
-_serve_op = register(
+serve_ttt_op = register(
     "serve_ttt(Tensor q, Tensor k, Tensor v, Tensor eta, Tensor? eta_col, Tensor w, Tensor b, Tensor(a!) state, "
     "Tensor(b!) bias, Tensor(c!) grad, Tensor(d!) bias_grad, Tensor(e!) position, Tensor? source, Tensor(f!) o, "
     "int pad, str residual, float scale, float eps, int chunk_size, str backend) -> ()",

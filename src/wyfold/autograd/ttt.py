@@ -17,7 +17,6 @@ from wyfold.autograd.ttt_eager import TTTGradients
 from wyfold.autograd.ttt_records import (
     DIFFERENTIABLE,
     OPTIONS_SCHEMA,
-    RESULTS,
     TENSORS,
     TENSORS_SCHEMA,
     TTTOptions,
@@ -27,17 +26,7 @@ from wyfold.autograd.ttt_records import (
     empty_result,
 )
 from wyfold.kernels.ttt import State, StateViews
-from wyfold.runtime.replay_cache import replayed
-from wyfold.runtime.torch_ops import apply, call, differentiating, once_differentiable, register, traced
-
-
-def ttt(tensors: TTTTensors, options: TTTOptions) -> TTTResult:
-    """Run one call, differentiable if autograd is on."""
-    if traced():  # a traced program decides itself what to save for its backward
-        options = options._replace(save=False)
-    if not differentiating():
-        return run(tensors, options)[0]
-    return TTTResult(*apply(options.operator, TTT, *tensors, options))
+from wyfold.runtime.torch_ops import call, once_differentiable, register
 
 
 def run(tensors: TTTTensors, options: TTTOptions) -> tuple[TTTResult, list[Tensor]]:
@@ -46,13 +35,8 @@ def run(tensors: TTTTensors, options: TTTOptions) -> tuple[TTTResult, list[Tenso
     Returns:
         The results, and the tensors that the backward reads besides the call's own.
     """
-
-    def forward() -> tuple[Tensor, ...]:
-        *result, saved = call(_forward_op, *tensors, *options)
-        return *result, *saved
-
-    found = replayed(tensors, ("ttt_fwd", *options), forward)
-    return TTTResult(*found[:RESULTS]), list(found[RESULTS:])
+    *result, saved = call(_forward_op, *tensors, *options)
+    return TTTResult(*result), saved
 
 
 def run_backward(
@@ -73,8 +57,8 @@ class TTT(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        *tensors, options = arguments
-        result, saved = run(TTTTensors(*tensors), options)
+        tensors, options = arguments[:-1], arguments[-1]
+        *result, saved = call(_forward_op, *tensors, *options)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(result[-1])
         ctx.options = options
@@ -90,13 +74,9 @@ class TTT(torch.autograd.Function):
         kept = ctx.saved_tensors  # read once: checkpointing refuses a second unpacking
         tensors, saved = kept[:TENSORS], list(kept[TENSORS:])
         needs = ctx.needs_input_grad[:DIFFERENTIABLE]
-
-        def wanted() -> tuple[Tensor | None, ...]:
-            found = run_backward(TTTTensors(*tensors), saved, gradients[:-1], ctx.options)
-            return tuple([dx if need else None for dx, need in zip(found, needs, strict=True)])
-
-        found = replayed((*kept, *gradients[:-1]), ("ttt_bwd", *needs, *ctx.options), wanted)
-        return *found, *none[DIFFERENTIABLE:]
+        found = call(_backward_op, *tensors, saved, *gradients[:-1], *ctx.options)
+        wanted = (dx if need else None for dx, need in zip(found, needs, strict=True))
+        return *wanted, *none[DIFFERENTIABLE:]
 
 
 def _forward(*arguments: Any) -> tuple[Any, ...]:

@@ -12,7 +12,8 @@ The host never waits for the device: the grid is sized by capacity, and kernels 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -34,7 +35,7 @@ def forward(t: TTTTensors, options: TTTOptions, result: TTTResult, saved: Sequen
             _pass_through(StateViews(t.state, t.bias), final)
         return
     leaving = _k_first(options, *final) if options.final_state else StateViews(None, None)
-    entering, grid = _k_first(options, t.state, t.bias), _grid(t, options)
+    entering, grid = _k_first(options, t.state, t.bias), _chunk_grid(t, options)()
     borders = SegmentBorders(*saved) if saved else None
     numbers = options.chunk_size, options.scale, options.eps
     _stage(t, options).ttt(_tokens(t, options), entering, leaving, grid, *numbers, result.o, borders)
@@ -75,12 +76,13 @@ def backward(
         return
     # The order in which b's gradient sums rows of `do` depends on how they are read.
     do = t.v.new_zeros(()).expand(t.v.shape) if do is None else aligned(do)
+    grid = _chunk_grid(t, options)()
     _stage(t, options).ttt_bwd(
         _tokens(t, options),
         SegmentBorders(*saved),
         do,
         _k_first(options, *dfinal),
-        _grid(t, options),
+        grid,
         options.chunk_size,
         options.scale,
         options.eps,
@@ -98,13 +100,13 @@ def _tokens(t: TTTTensors, options: TTTOptions) -> TTTInputs:
     return TTTInputs(t.q, t.k, t.v, t.w, t.b, t.eta, t.eta_col, options.residual)
 
 
-def _grid(t: TTTTensors, options: TTTOptions) -> ChunkGrid:
+def _chunk_grid(t: TTTTensors, options: TTTOptions) -> Callable[[], ChunkGrid]:
+    """The launch that finds the segments of the sequences."""
     B, T = t.v.shape[:2]
     if t.cu_seqlens is not None and check.readable(t.cu_seqlens):
         legal_boundaries(options.operator, t.cu_seqlens, T)
     grids: Any = table.kernel_module("chunk_grid", options.backend)
-    found: ChunkGrid = grids.chunk_grid(B, T, _stage(t, options).SEGMENT, t.cu_seqlens)
-    return found
+    return partial(grids.chunk_grid, B, T, _stage(t, options).SEGMENT, t.cu_seqlens)
 
 
 def _k_first(options: TTTOptions, S: Tensor | None, c: Tensor | None) -> StateViews:

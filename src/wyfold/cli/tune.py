@@ -6,9 +6,9 @@ outputs and gradients of the operator against the float64 token loop, as in
 `wyfold verify`, and twenty calls with equal bits. Only then they are timed,
 kernel by kernel. The fastest becomes a new row unless it is the shipped one.
 
-Writes two files: <architecture>.json, the table with the new rows, to be
-reviewed and copied to src/wyfold/runtime/configs/; and a report of every
-candidate.
+Writes two files: <architecture>.json, the architecture's own rows with the
+new ones, to be reviewed and copied to src/wyfold/runtime/configs/; and a
+report of every candidate.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         if op in asked
         for dtype in args.dtypes.split(",")
     ]
-    found, shipped = {}, kernel_configs.shipped(support.architecture)
+    found, own = {}, kernel_configs.overrides(kernel_configs.borrowed_from(support.architecture))
     report = f"tune-{support.architecture}-{args.stage or 'all'}.json"
     for stage, case in cases:
         for launched in tuner.launches(stage, case):
@@ -90,10 +90,11 @@ def run(args: argparse.Namespace) -> int:
             right = [c for c in candidates if not c.refusal]
             best = min(right, key=lambda c: c.milliseconds, default=candidates[0])
             if best is not candidates[0]:
-                shipped[f"{launched.stage}.triton"][launched.key] = {**best.as_row(), "proved": report}
+                rows = own.setdefault(f"{launched.stage}.triton", {})
+                rows[launched.key] = {**best.as_row(), "proved": report}
     words = [*([args.stage] if args.stage else []), "--dtypes", args.dtypes, "--shape", args.shape]
     record = results.provenance("tune", words) | {"support": support._asdict(), "launches": found}
-    for name, contents in ((f"{support.architecture}.json", shipped), (report, record)):
+    for name, contents in ((f"{support.architecture}.json", own), (report, record)):
         results.say(f"wrote {results.write(args.out, name, contents)}")
     left_out = [name for name, candidates in found.items() if all("refused" in c for c in candidates)]
     for name in left_out:

@@ -18,7 +18,7 @@ from wyfold.cli.catalog import OPS
 from wyfold.cli.operators import OPERATOR_SPECS, Arguments, measured, verdicts
 from wyfold.kernels import table
 from wyfold.runtime import kernel_configs, triton_support
-from wyfold.runtime.kernel_configs import Config
+from wyfold.runtime.kernel_configs import Config, LaunchKey
 from wyfold.runtime.plan import Launch
 
 REPEATS = 20
@@ -82,7 +82,7 @@ class Tuner:
         return candidates
 
     def shipped(self) -> Config:
-        return kernel_configs.tuned(self.kernel, self.launched.key, self.device)
+        return kernel_configs.tuned(self.kernel, LaunchKey.parse(self.launched.key), self.device)
 
     def trying(self, candidate: Candidate) -> Any:
         return kernel_configs.override_row(self.architecture, self.kernel, self.launched.key, candidate.config)

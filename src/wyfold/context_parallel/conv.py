@@ -19,7 +19,6 @@ from wyfold.autograd.conv import DIFFERENTIABLE, TENSORS_SCHEMA, ConvTensors, ba
 from wyfold.context_parallel.collectives import AllGather
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.context_parallel.partition import Piece, chains_of_numbers
-from wyfold.runtime.replay_cache import Lengths, replayed
 from wyfold.runtime.torch_ops import call, once_differentiable, register
 from wyfold.tile.index.eager import wide
 
@@ -37,8 +36,7 @@ class ConvAcrossRanks(torch.autograd.Function):
             starting = t.x.new_zeros(rows, *t.initial_state.shape[1:], dtype=dtype)
             starting[context.starting_pieces(halos.batch, t.x.device)] = t.initial_state.to(starting.dtype)
         packed, settings = _packed(t, starting, context), (output_final_state, activated, backend)
-        values = "conv_rank_fwd", *halos.key, *settings
-        y, latest, entering = replayed(packed, values, lambda: call(_forward_op, *packed, *halos, *settings))
+        y, latest, entering = call(_forward_op, *packed, *halos, *settings)
         ctx.set_materialize_grads(False)
         ctx.halos, ctx.context, ctx.partition, ctx.settings = halos, context, context.partition, settings
         ctx.save_for_backward(*given, entering)
@@ -60,9 +58,7 @@ class ConvAcrossRanks(torch.autograd.Function):
             dlatest[context.ending_pieces(halos.batch, t.x.device)] = dfinal.to(entering.dtype)
         packed, incoming = _packed(t, entering, context), (None if dy is None else _one_row(dy), dlatest)
         local = [*needs[:-1], True]  # a halo's gradient is computed even if this rank does not need it: others do
-        inputs = *packed, *halos, *incoming, local, *settings
-        values = "conv_rank_bwd", *halos.key, *local, *settings
-        *found, dentering = replayed((*packed, *incoming), values, lambda: tuple(call(_backward_op, *inputs)))
+        *found, dentering = call(_backward_op, *packed, *halos, *incoming, local, *settings)
         rest = iter(found)
         # Gradients of one buffer are those of B rows, one after another.
         gradients = [next(rest).view_as(x) if need else None for need, x in zip(needs[:-1], given)]
@@ -95,11 +91,6 @@ class Halos(NamedTuple):
     def of(cls, x: Tensor, context: ContextParallel) -> Halos:
         (batch, tokens), pieces, chains = x.shape[:2], len(context.pieces), context.chain_numbers
         return cls(batch, tokens, pieces, chains, context.rank, context.world, context.group.group_name)
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """The fields as values of a cache key."""
-        return *self[:3], Lengths(self.chains), *self[4:]
 
 
 def _packed(t: ConvTensors, states: Tensor | None, context: ContextParallel) -> ConvTensors:
@@ -241,10 +232,12 @@ _forward_op = register(
     "-> (Tensor y, Tensor final_state, Tensor entering)",
     _forward,
     _forward_fake,
+    lengths=("chains",),
 )
 _backward_op = register(
     f"conv_rank_bwd({TENSORS_SCHEMA}, {_HALOS}, Tensor? dy, Tensor? dlatest, bool[] needs, bool activated, "
     "str backend) -> Tensor[]",
     _backward,
     _backward_fake,
+    lengths=("chains",),
 )

@@ -34,7 +34,6 @@ from wyfold.context_parallel.delta_segment_launches import Saved, SegmentsCall
 from wyfold.context_parallel.rank_segments import RankSegments
 from wyfold.kernels import table
 from wyfold.runtime.options import DELTA_SCHEMA, DeltaOptions
-from wyfold.runtime.replay_cache import Lengths, replayed
 from wyfold.runtime.torch_ops import call as call_operator
 from wyfold.runtime.torch_ops import register
 
@@ -42,15 +41,9 @@ from wyfold.runtime.torch_ops import register
 def forward(call: RankCall, starting: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Run all pieces (`RankedDeltaImplementation.forward`)."""
     tensors, counts, exchange = _inputs(call, starting)
-    given = *tensors, _tails(call)
-
-    def run() -> tuple[Tensor, ...]:
-        *found, factors = call_operator(_forward_op, *given, counts, *exchange, *call.inside)
-        return *found, *factors
-
-    values = "delta_rank_fwd", Lengths(counts), *exchange, *call.inside
-    o, final_state, *saved = replayed(given, values, run)
-    return o, final_state, [given[-1], *saved]
+    tails = _tails(call)
+    o, final_state, *saved, factors = call_operator(_forward_op, *tensors, tails, counts, *exchange, *call.inside)
+    return o, final_state, [tails, *saved, *factors]
 
 
 def backward(call: RankCall, given: RankBackwardInputs) -> list[Tensor]:
@@ -58,13 +51,9 @@ def backward(call: RankCall, given: RankBackwardInputs) -> list[Tensor]:
     tails, entering, states, M, sent, *factors = given.saved
     tensors, counts, exchange = _inputs(call, entering)
     do = None if given.do is None else call.one_buffer(given.do)
-
-    def run() -> tuple[Tensor, ...]:
-        kept = states, M, sent, factors, do, given.dleaving, given.needs
-        return tuple(call_operator(_backward_op, *tensors, tails, counts, *exchange, *kept, *call.inside))
-
-    values = "delta_rank_bwd", Lengths(counts), *exchange, *given.needs, *call.inside
-    return [*replayed((*tensors, do, given.dleaving, *given.saved), values, run)]
+    kept = states, M, sent, factors, do, given.dleaving, given.needs
+    found: list[Tensor] = call_operator(_backward_op, *tensors, tails, counts, *exchange, *kept, *call.inside)
+    return found
 
 
 def _inputs(call: RankCall, entering: Tensor | None) -> tuple[tuple[Any, ...], list[int], Exchange]:

@@ -49,7 +49,8 @@ class SegmentsCall:
         self, t: DeltaTensors, options: DeltaOptions, places: RankSegments, tails: Tensor | None, exchange: Exchange
     ):
         grid = places.grid(options.chunk_size, t.v.shape[1])
-        self.kernel_call = KernelCall(t, options._replace(segment_chunks=0, segments=1), grid)
+        self.kernel_call = KernelCall(t, options._replace(segment_chunks=0, segments=1))
+        self.kernel_call.grid = grid
         self.kernel_call.segments = places.segments(grid) if places.borders else None
         self.places, self.tails, self.exchange = places, tails, exchange
         self.t, self.options = self.kernel_call.t, options

@@ -24,12 +24,13 @@ from wyfold.kernels.trial import Trial
 from wyfold.runtime import check, kernel_configs, triton_support
 from wyfold.runtime.check import UnsupportedError
 from wyfold.runtime.choices import BACKENDS
+from wyfold.runtime.kernel_configs import LaunchKey
 from wyfold.runtime.plan import Launch, Plan, announce_plan, explaining
 from wyfold.runtime.torch_ops import constant_to_compilers
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-StageKeys = Sequence[tuple[str, str]]
+StageKeys = Sequence[tuple[str, LaunchKey]]
 
 
 @dataclass(frozen=True)
@@ -112,15 +113,17 @@ def plan(
     backward: tuple[str, ...] = (),
     dtypes: tuple[torch.dtype, ...] = (),
     chunk_size: int | None = None,
-    parts: int = 1,
+    parts: Callable[[], int] = lambda: 1,
     segments: int = 1,
     kept: tuple[str, ...] = (),
+    grids: tuple[str, ...] = (),
+    saved: tuple[str, ...] = (),
     copies: tuple[str, ...] = (),
     kernel_copies: tuple[str, ...] = (),
     tma_copies: tuple[str, ...] = (),
     collectives: tuple[str, ...] = (),
     keys: Callable[[], StageKeys] = tuple,
-    sizes: StageKeys = (),
+    sizes: Sequence[tuple[str, str]] = (),
     trials: Callable[[], tuple[Trial, ...]] = tuple,
 ) -> Plan:
     """Choose the backend and the table entries for the launches of one call. Inside `explain` the call ends here.
@@ -134,9 +137,12 @@ def plan(
         chunk_size, copies, collectives: Decisions of the caller that the `Plan` reports.
         kernel_copies: Names of the arguments that only kernels would copy.
         tma_copies: Names of the arguments that only Gluon kernels would copy, to read them through TMA descriptors.
-        parts: Number of parts that eager launches would cut the call into; kernels run it whole.
+        parts: Returns the number of parts that eager launches cut the call into. Kernels run a call whole; for them it
+            is called inside `explain` only, whose plan has 0 parts for a call without tokens.
         segments: Largest number of segments that one sequence is cut into.
         kept: Forward stages that are launched although another stage covers them.
+        grids: Stages that kernels launch first in each direction, for the positions of chunks and segments.
+        saved: Backward stages that kernels do not launch, because the forward saved their results.
         keys: Returns (stage, launch configuration key) of every kernel; called only inside `explain`.
         sizes: (stage, words of such a key) that decide whether the stage's kernels fit the GPU.
         trials: Returns small calls with the same kernels, for their self-check.
@@ -155,12 +161,15 @@ def plan(
             raise UnsupportedError(f"{operator}: no backend serves tensors on {device.type}", reasons)
         message = f"{operator}: backend={backend!r} cannot serve this call on {device.type}: {reasons[backend]}"
         raise UnsupportedError(message, {backend: reasons[backend]})
+    if chosen == "triton":
+        forward = grids + forward
+        backward = tuple(stage for stage in (grids + backward if backward else ()) if stage not in saved)
     launches = (
         _launch_names(_launched_entries(forward, chosen, kept=kept)),
         _launch_names(_launched_entries(backward, chosen)),
     )
-    parts = parts if chosen == "eager" else min(parts, 1)
-    found = Plan(operator, chosen, *launches, dict(reasons), chunk_size, parts, copies, collectives)
+    count = parts() if chosen == "eager" else min(parts(), 1) if explaining() else 1
+    found = Plan(operator, chosen, *launches, dict(reasons), chunk_size, count, copies, collectives)
     found = dataclasses.replace(found, segments=segments)
     if chosen == "triton":
         found = dataclasses.replace(found, self_check=_self_check(operator, device, reasons, trials))
@@ -208,7 +217,10 @@ def _with_kernels(
     backends = [selected_backend(stage, plan.backend, key, device) for stage, key in keys]
     named = zip(keys, backends, strict=True)
     rows = tuple(
-        [Launch(stage, key, kernel_configs.row(architecture, f"{stage}.{name}", key)) for (stage, key), name in named]
+        [
+            Launch(stage, str(key), kernel_configs.row(architecture, f"{stage}.{name}", key))
+            for (stage, key), name in named
+        ]
     )
     by_stage = [(stage, name) for (stage, _), name in zip(keys, backends, strict=True)]
     forward_entries = _launched_entries(forward, plan.backend, dict(by_stage[::-1]), kept)
@@ -221,7 +233,9 @@ def _with_kernels(
         found = kernel_configs.compiled(module, device).items()
         uncompiled += [name for name, ready in found if not ready and (used is None or name in used)]
     # In a module with the kernels of several operators, the keys are kernel names.
-    operator_kernels = [name for name in uncompiled if name in {f"wyfold_{key}_{plan.backend}" for _, key in keys}]
+    operator_kernels = [
+        name for name in uncompiled if name in {f"wyfold_{key.launch}_{plan.backend}" for _, key in keys}
+    ]
     plan = dataclasses.replace(plan, forward=_launch_names(forward_entries), backward=_launch_names(backward_entries))
     return dataclasses.replace(plan, rows=rows, compiles=tuple(dict.fromkeys(operator_kernels or uncompiled)))
 
@@ -236,23 +250,23 @@ def kernel_module(stage: str, backend: str) -> ModuleType:
     return _load_module(stage, backend)
 
 
-def selected_module(stage: str, backend: str, key: str, device: torch.device) -> ModuleType:
+def selected_module(stage: str, backend: str, key: LaunchKey, device: torch.device) -> ModuleType:
     """Module whose launch serves a stage of this call: `kernel_module`, or its Gluon substitute."""
     return _load_module(stage, selected_backend(stage, backend, key, device))
 
 
-def selected_backend(stage: str, backend: str, key: str, device: torch.device) -> str:
+def selected_backend(stage: str, backend: str, key: LaunchKey, device: torch.device) -> str:
     """Backend whose kernel serves a stage of a call: the plan's backend, or "gluon" in place of "triton".
 
-    Gluon is selected where the GPU's configurations have a Gluon row for the call's key. A row means that the Gluon
-    kernel was measured faster there. It takes the same arguments and serves every call of the key. `explain` names the
-    kernel that is launched.
+    Gluon is selected where the dispatch table has a row for the GPU and the call's key. A row means that the Gluon
+    kernel was proved and measured faster there. It takes the same arguments and serves every call of the key. `explain`
+    names the kernel that is launched.
     """
     if backend != "triton" or triton_support.interpreting() or _entry(stage, "gluon") is None:
         return backend
-    if stage == "scan" and not {"kept", "wide"}.isdisjoint(key.split()):
+    if stage == "scan" and (key.kept or key.wide):
         return backend  # keeps intermediate states, or writes outputs of another dtype
-    return "gluon" if kernel_configs.has_row(triton_support.architecture(device), f"{stage}.gluon", key) else backend
+    return "gluon" if kernel_configs.dispatched(triton_support.architecture(device), stage, key) else backend
 
 
 @functools.cache
@@ -367,12 +381,13 @@ def _device_refusal(device: torch.device, requested: str | None) -> str:
 
 
 @constant_to_compilers
-def _size_refusal(device: torch.device, sizes: StageKeys) -> str:
+def _size_refusal(device: torch.device, sizes: Sequence[tuple[str, str]]) -> str:
     """Reason why kernels of these sizes do not fit the device; empty if they do."""
     if device.type != "cuda":
         return ""
     architecture = triton_support.architecture(device)
-    limits = (kernel_configs.hardware_limit(architecture, f"{stage}.triton", key) for stage, key in sizes)
+    keys = ((stage, LaunchKey.parse(words)) for stage, words in sizes)
+    limits = (kernel_configs.hardware_limit(architecture, f"{stage}.triton", key) for stage, key in keys)
     return next(filter(None, limits), "")
 
 

@@ -20,7 +20,7 @@ from wyfold.layers.layer_call import sequences
 from wyfold.layers.rotary import rotate
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
-from wyfold.runtime.torch_ops import autocast_dtype
+from wyfold.runtime.torch_modes import autocast_dtype
 
 
 class SoftmaxAttention(nn.Module):

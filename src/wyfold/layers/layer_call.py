@@ -11,7 +11,7 @@ from wyfold.layers.cache import LayerCache, require_cache
 from wyfold.ops.rank_agreement import ranked_call
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
-from wyfold.runtime.torch_ops import autocast_dtype
+from wyfold.runtime.torch_modes import autocast_dtype
 
 
 def sequences(

@@ -14,7 +14,7 @@ from wyfold.context_parallel.context import ContextParallel
 from wyfold.layers.cache import DecodingCache, PooledCache
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
-from wyfold.runtime.torch_ops import autocast_dtype
+from wyfold.runtime.torch_modes import autocast_dtype
 
 if TYPE_CHECKING:
     from wyfold.models.decoder import Decoder

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,11 +13,11 @@ from wyfold.context_parallel.context import ContextParallel
 from wyfold.context_parallel.conv import ConvAcrossRanks
 from wyfold.kernels import table
 from wyfold.kernels.trial import Trial, boundary_sample, sample
-from wyfold.ops.plan_cache import any_requires_grad, cached_plan, plan_key
 from wyfold.ops.rank_agreement import check_shard, ranked_call
 from wyfold.runtime import check
+from wyfold.runtime.kernel_configs import LaunchKey
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, packed_boundaries
-from wyfold.runtime.replay_cache import replayed
+from wyfold.runtime.replay_cache import PublicOperator, find_call, planned
 from wyfold.runtime.torch_ops import apply
 
 _NAME = "causal_conv1d"
@@ -79,44 +81,32 @@ def causal_conv1d(
         >>> y.shape, state.shape, next_y.shape
         (torch.Size([2, 10, 8]), torch.Size([2, 8, 3]), torch.Size([2, 1, 8]))
     """
-    given = ConvTensors(x, weight, bias, residual, initial_state, None)
-
     cu, tokens = boundaries_of(cu_seqlens)
-    tensors, values = given._replace(cu_seqlens=cu), (_NAME, tokens, output_final_state, activation, backend)
-
-    def make_plan() -> str:
-        return _make_plan(given, output_final_state, activation, cu_seqlens, cp_context, backend)
-
-    def plan_once(context: object) -> str:
-        return cached_plan(plan_key(tensors, (*values, context), backend), make_plan)
-
-    def run() -> tuple[Tensor, Tensor | None]:
-        if cp_context is None:
-            chosen = plan_once(None)
-            y, final_state = apply(_NAME, Conv, *tensors, output_final_state, activation is not None, chosen)
-        else:
-            with ranked_call(_NAME, cp_context, x) as ranked:
-                chosen = plan_once((cp_context.sizes, cp_context.conv1d_kernel_size))
-            if ranked.compares:
-                ranked.assert_same(_alike_on_ranks(given, activation))
-            y, final_state = apply(
-                _NAME, ConvAcrossRanks, *given, output_final_state, activation is not None, chosen, cp_context
-            )
-        return y, final_state if output_final_state else None
-
-    return replayed(tensors, values, run) if cp_context is None else run()
+    tensors = ConvTensors(x, weight, bias, residual, initial_state, cu)
+    values = tokens, output_final_state, activation, backend
+    if cp_context is None:
+        return planned(_CONV, tensors, values)
+    with ranked_call(_NAME, cp_context, x) as ranked:
+        known = find_call(_CONV, tensors, (*values, cp_context.sizes, cp_context.conv1d_kernel_size))
+        plan = lambda *_: _make_plan(tensors, values, cp_context)
+        chosen = plan() if known is None else known.plan_by(plan)
+    if ranked.compares:
+        ranked.assert_same(_alike_on_ranks(tensors, activation))
+    y, final_state = apply(
+        _NAME, ConvAcrossRanks, *tensors, output_final_state, activation is not None, chosen, cp_context
+    )
+    return y, final_state if output_final_state else None
 
 
-def _make_plan(
-    t: ConvTensors,
-    output_final_state: bool,
-    activation: str | None,
-    cu_seqlens: Tensor | SequenceLayout | None,
-    context: ContextParallel | None,
-    backend: str | None,
-) -> str:
+def _run(backend: str, tensors: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
+    _, output_final_state, activation, _ = values
+    y, final_state = apply(_NAME, Conv, *tensors, output_final_state, activation is not None, backend)
+    return y, final_state if output_final_state else None
+
+
+def _make_plan(t: ConvTensors, values: tuple[Any, ...], context: ContextParallel | None = None) -> str:
     """Check the call and return the backend that will run it."""
-    x, weight, bias, residual, initial_state, _ = t
+    (x, weight, bias, residual, initial_state, cu), (tokens, output_final_state, activation, backend) = t, values
     check.flag(_NAME, output_final_state=output_final_state)
     check.choice(_NAME, "activation", activation, (None, "silu", "swish"))
     sizes = check.shapes(
@@ -130,7 +120,8 @@ def _make_plan(
     D, W = sizes["D"], sizes["W"]
     if not 2 <= W <= 8:
         raise ValueError(f"{_NAME}: weight must be [D, W] with W from 2 to 8, got {list(weight.shape)}")
-    cu = None if cu_seqlens is None else packed_boundaries(_NAME, x, cu_seqlens)
+    if cu is not None:
+        packed_boundaries(_NAME, x, cu, tokens)
     N = sizes["B"] if cu is None else cu.shape[0] - 1
     if context is not None:
         _check_context(context, x, W, cu)
@@ -154,13 +145,16 @@ def _make_plan(
         dtypes=table.dtypes(x, weight, bias, residual, initial_state),
         copies=copies,
         collectives=() if context is None else _collectives(context, sizes),
-        keys=lambda: [("conv", f"conv W{W}"), ("conv", f"conv_bwd W{W}")],
-        trials=lambda: (_trial(t, output_final_state, activation is not None, cu),),
+        keys=lambda: [("conv", LaunchKey(W=W, launch=launch)) for launch in ("conv", "conv_bwd")],
+        trials=lambda: (_trial(t, output_final_state, activation is not None),),
     )
     return plan.backend
 
 
-def _trial(t: ConvTensors, output_final_state: bool, activated: bool, cu: Tensor | None) -> Trial:
+_CONV = PublicOperator(_make_plan, _run)
+
+
+def _trial(t: ConvTensors, output_final_state: bool, activated: bool) -> Trial:
     """A small call with the kernels of this one."""
     return Trial(
         _NAME,
@@ -171,13 +165,13 @@ def _trial(t: ConvTensors, output_final_state: bool, activated: bool, cu: Tensor
             sample(t.bias, "normal", ""),
             sample(t.residual, "normal", "BT"),
             sample(t.initial_state, "normal", "N"),
-            boundary_sample(cu),
+            boundary_sample(t.cu_seqlens),
         ),
         (output_final_state, activated, "triton"),
         ("y", "state"),
         sequences=4,
-        packed=cu is not None,
-        gradients=any_requires_grad(t[:5]),
+        packed=t.cu_seqlens is not None,
+        gradients=check.any_requires_grad(t[:5]),
     )
 
 

@@ -1,4 +1,4 @@
-"""Shared implementation of the public operators of the delta family, from checks to results."""
+"""A call of the delta family over whole sequences, from its arguments to its results."""
 
 from __future__ import annotations
 
@@ -6,107 +6,86 @@ from typing import Any
 
 from torch import Tensor
 
-from wyfold.autograd.delta import delta
+from wyfold.autograd.delta import Delta
 from wyfold.autograd.delta_records import DeltaTensors
+from wyfold.context_parallel.context import ContextParallel
 from wyfold.context_parallel.delta import delta_across_ranks
-from wyfold.ops.chunking import known_short
-from wyfold.ops.delta_arguments import ChunkFlags, ColumnArguments, DeltaCall, Flags, GateFlags
-from wyfold.ops.delta_checks import paired_columns
-from wyfold.ops.delta_plan import make_plan
-from wyfold.ops.plan_cache import cached_plan, plan_key
+from wyfold.ops.delta_checks import DeltaFlags, cast_columns, check_copy
+from wyfold.ops.delta_plan import known_short, make_plan
 from wyfold.ops.rank_agreement import ranked_call
-from wyfold.runtime import segment_rule
 from wyfold.runtime.layout import SequenceLayout, boundaries_of
 from wyfold.runtime.options import DeltaOptions
-from wyfold.runtime.replay_cache import replayed
-from wyfold.runtime.torch_ops import in_autocast_dtype
+from wyfold.runtime.replay_cache import PublicOperator, find_call
+from wyfold.runtime.torch_ops import apply, in_autocast_dtype
 
 Results = tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]
 
 
-def call_delta(
-    op: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    gate: GateFlags,
-    chunk: ChunkFlags | None,
-    *,
-    initial_state: Tensor | None,
+def delta_arguments(
+    flags: DeltaFlags,
+    tensors: tuple[Any, ...],
     cu_seqlens: Tensor | SequenceLayout | None,
-    flags: Flags,
-    columns: ColumnArguments | None = None,
-) -> Results:
-    """Check, plan and run a call; `chunk_gated_delta_rule` documents the arguments."""
+    cu_seqlens_cpu: Tensor | None = None,
+    columns: tuple[Tensor | None, ...] = (None, None, None),
+) -> tuple[DeltaTensors, DeltaFlags]:
+    """The arguments of a call as the two records that `planned` takes.
 
-    def run() -> Results:
-        return _call_delta(DeltaCall(op, q, k, v, g, beta, initial_state, cu_seqlens, gate, chunk, flags, columns))
-
-    if chunk is not None and chunk.max_splits is None and known_short(op, q, cu_seqlens, chunk.cu_seqlens_cpu):
-        chunk = chunk._replace(max_splits=1)
-    size, keep, on_cpu, context, splits = chunk or _NO_CHUNK_FLAGS
-    if context is not None:
-        return run()
+    Args:
+        flags: The other flags.
+        tensors: q, k, v, g, beta, initial_state, A_log and dt_bias.
+        cu_seqlens, cu_seqlens_cpu: As the caller passed them.
+        columns: a, b and w of `DeltaTensors`.
+    """
     cu, tokens = boundaries_of(cu_seqlens)
-    tensors = q, k, v, g, beta, initial_state, gate.A_log, gate.dt_bias, cu, on_cpu, *(columns or _NO_COLUMNS)[1:4]
-    values = op, gate.in_kernel, gate.safe, gate.lower_bound, chunk is None, size, keep, splits, tokens, *flags
-    return replayed(tensors, (*values, segment_rule.forcing()), run)
+    if tokens is not None:
+        flags = flags._replace(tokens=tokens)
+    if (
+        cu is not None
+        and not flags.recurrent
+        and flags.max_splits is None
+        and known_short(flags.op, tensors[0], cu_seqlens, cu_seqlens_cpu)
+    ):
+        flags = flags._replace(max_splits=1)
+    q, k, v, g, beta, initial_state, A_log, dt_bias = tensors
+    return DeltaTensors(q, k, v, g, beta, initial_state, A_log, dt_bias, cu, cu_seqlens_cpu, *columns), flags
 
 
-_NO_CHUNK_FLAGS = (None,) * 5  # of `ChunkFlags`, token by token
-_NO_COLUMNS = ("delta", None, None, None)  # of `ColumnArguments`, of a delta rule
+def _run(options: DeltaOptions, t: DeltaTensors, flags: DeltaFlags) -> Results:
+    if t.cu_seqlens is not None and t.cu_seqlens_cpu is not None:
+        check_copy(options.operator, t.q, t.cu_seqlens, t.cu_seqlens_cpu)
+    q, k, v = in_autocast_dtype(*t[:3])
+    columns = (t.a, t.b, t.w) if options.rule == "delta" else cast_columns(t, options.rule)
+    return _results(options, *apply(options.operator, Delta, q, k, v, *t[3:10], *columns, options))
 
 
-def _call_delta(call: DeltaCall) -> Results:
-    op, q, k, v, g, beta, initial_state, cu_seqlens, gate, chunk, flags = call[:11]
-    on_cpu, context = (None, None) if chunk is None else (chunk.cu_seqlens_cpu, chunk.cp_context)
-
-    if context is None:
-        options = _plan(call)
-    else:
-        with ranked_call(op, context, q) as ranked:
-            options = _plan(call)
-        if ranked.compares:
-            ranked.assert_same(_alike_on_ranks(call, options))
-    q, k, v = in_autocast_dtype(q, k, v)
-    columns = dict(zip("abw", call.column_tensors, strict=True)) | paired_columns(call)
-    cu = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, SequenceLayout) else cu_seqlens
-    parameters = gate.A_log, gate.dt_bias
-    tensors = DeltaTensors(q, k, v, g, beta, initial_state, *parameters, cu, on_cpu, **columns)
-    o, final_state, states = (
-        delta(tensors, options) if context is None else delta_across_ranks(tensors, options, context)
-    )
-    final = final_state if flags.output_final_state else None
-    return (o, final, states) if flags.return_intermediate_states else (o, final)
+DELTA = PublicOperator(make_plan, _run)
 
 
-def _plan(call: DeltaCall) -> DeltaOptions:
-    return cached_plan(_plan_key(call), lambda: make_plan(call))
+def run_across_ranks(t: DeltaTensors, flags: DeltaFlags, context: ContextParallel) -> Results:
+    """Check, plan and run a call whose sequences span the ranks of a context."""
+
+    with ranked_call(flags.op, context, t.q) as ranked:
+        known = find_call(DELTA, t, (*flags, context.sizes))
+        plan = lambda *_: make_plan(t, flags, context)
+        options = plan() if known is None else known.plan_by(plan)
+    if ranked.compares:
+        ranked.assert_same(_alike_on_ranks(t, options))
+    q, k, v = in_autocast_dtype(*t[:3])
+    tensors = DeltaTensors(q, k, v, *t[3:10], *cast_columns(t, flags.rule))
+    return _results(options, *delta_across_ranks(tensors, options, context))
 
 
-def _plan_key(call: DeltaCall) -> tuple[Any, ...] | None:
-    """Cache key of everything `make_plan` reads; None if the plan must not be reused."""
-    op, q, k, v, g, beta, initial_state, cu_seqlens, gate, chunk, flags = call[:11]
-    tokens = 0
-    if isinstance(cu_seqlens, SequenceLayout):
-        tokens, cu_seqlens = cu_seqlens.tokens, cu_seqlens.cu_seqlens
-    size, keep, on_cpu, context, splits = chunk or _NO_CHUNK_FLAGS
-    shared = None if context is None else context.sizes
-    # On the CPU, the contents of cu_seqlens and cu_seqlens_cpu are compared.
-    if on_cpu is not None and isinstance(q, Tensor) and q.device.type == "cpu":
-        return None
-    asked = gate.channel, gate.in_kernel, gate.safe, gate.lower_bound, chunk is None, size, keep, splits
-    tensors = q, k, v, g, beta, initial_state, gate.A_log, gate.dt_bias, cu_seqlens, on_cpu, *call.column_tensors
-    return plan_key(tensors, (op, tokens, shared, *asked, segment_rule.forcing(), *flags), flags.backend)
+def _results(options: DeltaOptions, o: Tensor, final_state: Tensor, states: Tensor) -> Results:
+    """The results that were asked for."""
+    final = final_state if options.final_state else None
+    return (o, final, states) if options.checkpoint_every else (o, final)
 
 
-def _alike_on_ranks(call: DeltaCall, options: DeltaOptions) -> dict[str, object]:
+def _alike_on_ranks(t: DeltaTensors, options: DeltaOptions) -> dict[str, object]:
     """Properties that must be equal on all ranks: sizes of the collectives' buffers, and the options of the model."""
-    (B, _, H, K), (HV, V) = call.q.shape, call.v.shape[2:]
-    sizes = {"B": B, "H": H, "HV": HV, "K": K, "V": V, "dtype of q": in_autocast_dtype(call.q)[0].dtype}
-    optional = {"g": call.g, "beta": call.beta} | dict(zip("abw", call.column_tensors, strict=True))
+    (B, _, H, K), (HV, V) = t.q.shape, t.v.shape[2:]
+    sizes = {"B": B, "H": H, "HV": HV, "K": K, "V": V, "dtype of q": in_autocast_dtype(t.q)[0].dtype}
+    optional = {"g": t.g, "beta": t.beta, "a": t.a, "b": t.b, "w": t.w}
     given = {f"{name} given": x is not None for name, x in optional.items()}
     local = (
         "operator",

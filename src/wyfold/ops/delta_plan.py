@@ -1,7 +1,9 @@
-"""Plan of a delta-family call, and the options its implementation runs with."""
+"""Plan of a delta-family call, over whole sequences or on a pool of states: backend, chunk size, segments, options."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,35 +11,36 @@ from torch import Tensor
 
 from wyfold.autograd import workspace
 from wyfold.autograd.delta_eager import chunks_per_part
+from wyfold.autograd.delta_records import LEARNING, DeltaTensors
 from wyfold.autograd.row_alignment import alignment_copies, tma_copies
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.context_parallel.delta import summarized_by_kernels
 from wyfold.context_parallel.rank_exchange import exchange_trials
 from wyfold.kernels import table
 from wyfold.kernels.trial import TOKENS, Sample, Trial, boundary_sample, sample, with_sequences
-from wyfold.ops.chunking import chunk_size_of, cut_of, runs_eagerly
-from wyfold.ops.delta_arguments import DeltaCall
-from wyfold.ops.delta_checks import CheckedDelta, check_call
-from wyfold.ops.plan_cache import any_requires_grad
-from wyfold.runtime import check, kernel_configs
-from wyfold.runtime.chunk_layout import CUT_FROM, Cut, expected_segments
-from wyfold.runtime.layout import boundaries_of
+from wyfold.ops.delta_checks import CheckedDelta, DeltaFlags, cast_columns, check_call
+from wyfold.runtime import check, kernel_configs, segment_rule, triton_support
+from wyfold.runtime.chunk_layout import CHUNK_SIZES, CUT_FROM, Cut, expected_segments, max_borders
+from wyfold.runtime.kernel_configs import LaunchKey
+from wyfold.runtime.layout import SequenceLayout, boundaries
 from wyfold.runtime.options import DeltaOptions, gradient_unit
-from wyfold.runtime.plan import Plan, explaining
+from wyfold.runtime.plan import explaining
+from wyfold.runtime.torch_modes import autocast_dtype
+from wyfold.runtime.torch_ops import constant_to_compilers, in_autocast_dtype, traced
 
 
-def make_plan(call: DeltaCall) -> DeltaOptions:
-    """Check the call and return its options."""
-    chunk, flags = call.chunk, call.flags
-    checked = check_call(call)
-    chunk_size = chunk_size_of(call, checked)
-    cut = cut_of(call, checked, chunk_size)
-    parameters = call.gate.A_log, call.gate.dt_bias
-    given = *checked[:3], call.g, call.beta, call.initial_state, *parameters, *call.column_tensors
-    save = any_requires_grad(given)
+def make_plan(t: DeltaTensors, flags: DeltaFlags, context: ContextParallel | None = None) -> DeltaOptions:
+    """Check a call over whole sequences and return its options. context: cp_context."""
+    checked = check_call(t, flags, context)
+    if autocast_dtype(t.q.device.type) is not None:
+        q, k, v = in_autocast_dtype(*t[:3])
+        t = t._replace(q=q, k=k, v=v, **dict(zip("abw", cast_columns(t, flags.rule), strict=True)))
+    given = [t[index] for index in LEARNING]
+    chunk_size = _chunk_size_of(t, flags, checked)
+    cut = _cut_of(t, flags, checked, chunk_size)
     options = DeltaOptions(
-        operator=call.op,
-        recurrent=chunk is None,
+        operator=flags.op,
+        recurrent=flags.recurrent,
         scale=checked.scale,
         qk_l2norm=flags.use_qk_l2norm_in_kernel,
         activation=checked.activation,
@@ -46,30 +49,21 @@ def make_plan(call: DeltaCall) -> DeltaOptions:
         beta_logit=flags.use_beta_sigmoid_in_kernel,
         beta_most=2.0 if flags.allow_neg_eigval else 1.0,
         state_v_first=flags.state_v_first,
-        state_dtype=flags.state_dtype or check.state_dtypes(checked.q)[0],
+        state_dtype=flags.state_dtype or check.state_dtypes(t.q)[0],
         final_state=flags.output_final_state,
         chunk_size=chunk_size,
         checkpoint_every=checked.every,
-        save=save,
-        keep_factors=chunk is not None and chunk.disable_recompute,
+        # A traced program decides itself what to save for its backward.
+        save=check.any_requires_grad(given) and not traced(),
+        keep_factors=flags.disable_recompute,
         backend="triton",
         segment_chunks=cut.chunks,
         segments=cut.most,
-        unit=gradient_unit(checked.scale, checked.q.dtype),
-        rule=call.rule,
+        unit=gradient_unit(checked.scale, t.q.dtype),
+        rule=flags.rule,
         erases=flags.erases,
     )
-    return options._replace(backend=_plan(call, checked, options, cut, given).backend)
-
-
-def _plan(
-    call: DeltaCall, checked: CheckedDelta, options: DeltaOptions, cut: Cut, given: tuple[Tensor | None, ...]
-) -> Plan:
-    """Launches of both directions and their backend. given: all floating tensors of the call."""
-    chunk_size, save = options.chunk_size, options.save
-    q, k, v, g, sizes, N = checked.q, checked.k, checked.v, call.g, checked.sizes, checked.sequences
-    recurrent, context = call.chunk is None, None if call.chunk is None else call.chunk.cp_context
-    communicates = context is not None and not runs_eagerly(call) and _has_collectives(context, sizes)
+    communicates = context is not None and not _runs_eagerly(t, flags) and _has_collectives(context, checked.sizes)
     between = (
         ("segment_summary", "segment_fold", *(["rank_carry"] if communicates else []))
         if cut.chunks or communicates
@@ -77,51 +71,102 @@ def _plan(
     )
     stages = (
         (("prepare", "recurrent"),) * 2
-        if recurrent
+        if flags.recurrent
         else (("prepare", *between, "scan"), ("prepare", *between, "scan_bwd", "gradients"))
     )
-    forward, backward = (tuple([options.stage(name) for name in direction]) for direction in stages)
+    sizes, N = checked.sizes, checked.sequences
 
-    def keys() -> list[tuple[str, str]]:
-        if recurrent:
-            flags, state = call.flags, call.initial_state
+    def keys() -> list[tuple[str, LaunchKey]]:
+        if flags.recurrent:
+            state = t.initial_state
             stored = (flags.state_dtype or torch.float32) if state is None else state.dtype
-            return token_keys(q, v, g, stored, v_first=flags.state_v_first)
+            return token_keys(t.q, t.v, t.g, stored, v_first=flags.state_v_first)
         likely = expected_segments(N, sizes["B"] * sizes["T"], chunk_size, cut)
         if communicates and context is not None:
             likely = context.segment_tables(sizes["B"], chunk_size, cut).segments
-        norm = call.flags.use_qk_l2norm_in_kernel
-        return launch_keys(stages, q, v, g, chunk_size, likely, kept=checked.every > 0, norm=norm)
+        return launch_keys(stages, t.q, t.v, t.g, chunk_size, likely, kept=checked.every > 0, norm=options.qk_l2norm)
 
-    per_part = chunks_per_part(q, v, state_per_token=recurrent and save)
-    return table.plan(
-        call.op,
-        q.device,
-        call.flags.backend,
-        forward=forward,
-        backward=backward,
+    def parts() -> int:
+        per_part = chunks_per_part(t.q, t.v, state_per_token=flags.recurrent and options.save)
+        return workspace.part_count(sizes["B"], sizes["T"], N if checked.packed else None, chunk_size, per_part)
+
+    forward, backward = (tuple([options.stage(name) for name in direction]) for direction in stages)
+    return with_backend(
+        options,
+        (t.q, t.k, t.v, t.g),
+        flags.backend,
+        (forward, backward),
         dtypes=table.dtypes(*given),
-        chunk_size=None if recurrent else chunk_size,
-        parts=workspace.part_count(sizes["B"], sizes["T"], N if checked.packed else None, chunk_size, per_part),
-        segments=cut.segments(-(-sizes["T"] // chunk_size)),
-        collectives=() if context is None else _collectives(context, sizes),
-        sizes=() if recurrent else launch_sizes(q, chunk_size),
-        tma_copies=tma_copies(q, k, v) if explaining() and not recurrent else (),
-        kernel_copies=alignment_copies(q=q, k=k, g=g if call.gate.channel else None)
-        if explaining() and not recurrent
-        else (),
         keys=keys,
-        trials=lambda: _trials(call, checked, options),
+        trials=lambda: _trials(t, options, checked, across_ranks=context is not None),
+        parts=parts,
+        segments=cut.segments(-(-sizes["T"] // chunk_size)),
+        grids=_grids(t, cut) if context is None else (),  # over ranks the host finds the positions
+        collectives=() if context is None else _collectives(context, sizes),
     )
 
 
-def _trials(call: DeltaCall, checked: CheckedDelta, options: DeltaOptions) -> tuple[Trial, ...]:
+def with_backend(
+    options: DeltaOptions,
+    tokens: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    backend: str | None,
+    stages: tuple[tuple[str, ...], tuple[str, ...]],
+    *,
+    dtypes: tuple[torch.dtype, ...],
+    keys: Callable[[], table.StageKeys],
+    trials: Callable[[], tuple[Trial, ...]],
+    parts: Callable[[], int] = lambda: 1,
+    segments: int = 1,
+    grids: tuple[str, ...] = (),
+    kept: tuple[str, ...] = (),
+    collectives: tuple[str, ...] = (),
+) -> DeltaOptions:
+    """Choose the backend of a call, over whole sequences or on a pool; return the options with it.
+
+    Args:
+        options: The call's options, with any backend.
+        tokens: q, k, v and g, in the dtype of an active autocast.
+        backend: Requested backend, or None.
+        stages: Stages of the forward and of the backward.
+        dtypes, keys, trials, parts, segments, grids, kept, collectives: As of `table.plan`.
+    """
+    q, k, v, g = tokens
+    chunked, channel = not options.recurrent, g is not None and g.ndim == 4
+    copied = explaining() and chunked
+    plan = table.plan(
+        options.operator,
+        q.device,
+        backend,
+        forward=stages[0],
+        backward=stages[1],
+        dtypes=dtypes,
+        chunk_size=options.chunk_size if chunked else None,
+        parts=parts,
+        segments=segments,
+        grids=grids,
+        saved=("prepare",) if options.keep_factors else (),
+        kept=kept,
+        collectives=collectives,
+        sizes=_launch_sizes(q, options.chunk_size) if chunked else (),
+        tma_copies=tma_copies(q, k, v) if copied else (),
+        kernel_copies=alignment_copies(q=q, k=k, g=g if channel else None) if copied else (),
+        keys=keys,
+        trials=trials,
+    )
+    return options._replace(backend=plan.backend)
+
+
+def _grids(t: DeltaTensors, cut: Cut) -> tuple[str, ...]:
+    """Launches that find the positions of chunks and segments."""
+    return (*(["chunk_grid"] if t.cu_seqlens is not None else []), *(["segment_grid"] if cut.chunks else []))
+
+
+def _trials(t: DeltaTensors, options: DeltaOptions, checked: CheckedDelta, *, across_ranks: bool) -> tuple[Trial, ...]:
     """Small calls with the kernels of this one. Sequences are cut into segments if those of the call may be.
 
     Over ranks, the kernels are those of one rank's segments, and those that apply the states of other ranks.
     """
-    across_ranks = call.chunk is not None and call.chunk.cp_context is not None
-    (q, k, v), gate, sizes = checked[:3], call.gate, checked.sizes
+    q, k, v, sizes = *t[:3], checked.sizes
     scale = q.shape[-1] ** -0.5  # a number to the kernels: another scale is no other kernel
     options = options._replace(scale=scale, unit=gradient_unit(scale, q.dtype))
     sequences, tokens = checked.sequences, TOKENS
@@ -135,20 +180,20 @@ def _trials(call: DeltaCall, checked: CheckedDelta, options: DeltaOptions) -> tu
     if options.checkpoint_every:
         tokens = max(tokens, 2 * options.checkpoint_every + 9)
     trial = Trial(
-        call.op,
+        options.operator,
         "delta_fwd",
         (
-            *token_samples(q, k, v, call.g, call.beta, options),
-            sample(call.initial_state, "normal", "N"),
-            sample(gate.A_log, "A_log", ""),
-            sample(gate.dt_bias, "dt_bias", ""),
-            boundary_sample(boundaries_of(call.cu_seqlens)[0]),
+            *token_samples(q, k, v, t.g, t.beta, options),
+            sample(t.initial_state, "normal", "N"),
+            sample(t.A_log, "A_log", ""),
+            sample(t.dt_bias, "dt_bias", ""),
+            boundary_sample(t.cu_seqlens),
             *[None] * 4,  # boundaries on the CPU, and the tokens of rules without kernels
         ),
         tuple(options),
         ("o", "state", "states"),
         tokens=tokens,
-        packed=call.cu_seqlens is not None,
+        packed=t.cu_seqlens is not None,
         gradients=options.save,
         rounding="once" if options.recurrent else "chunks",
     )
@@ -179,7 +224,7 @@ def launch_keys(
     *,
     kept: bool,
     norm: bool,
-) -> list[tuple[str, str]]:
+) -> list[tuple[str, LaunchKey]]:
     """(stage, launch key) of each kernel of a chunked call.
 
     Args:
@@ -192,7 +237,7 @@ def launch_keys(
     gate, folded = prepare.gate_kind(g), prepare.reads_folded(g)
     key = prepare.launch_key(q.dtype, q.shape[-1], v.shape[-1], chunk_size, gate, folded)
     keys = dict.fromkeys(stages[0] + stages[1], key)
-    keys["prepare"] = f"{key} norm" if norm else key
+    keys["prepare"] = key._replace(norm=norm)
     keys["scan"] = table.kernel_module("scan", "triton").scan_key(key, scanned, v, kept=kept)
     if "scan_bwd" in keys:
         keys["scan_bwd"] = table.kernel_module("scan_bwd", "triton").scan_bwd_key(key, scanned, v)
@@ -200,15 +245,18 @@ def launch_keys(
         keys["gradients"] = table.kernel_module("gradients", "triton").gradients_key(keys["prepare"], q, v)
     back = []
     if "segment_summary" in keys:
-        keys["segment_summary"], back = f"{key} fwd", [("segment_summary", f"{key} bwd")]
+        keys["segment_summary"] = key._replace(launch="fwd")
+        back = [("segment_summary", key._replace(launch="bwd"))]
     return [*keys.items(), *back]
 
 
-def token_keys(q: Tensor, v: Tensor, g: Tensor | None, stored: torch.dtype, *, v_first: bool) -> list[tuple[str, str]]:
+def token_keys(
+    q: Tensor, v: Tensor, g: Tensor | None, stored: torch.dtype, *, v_first: bool
+) -> list[tuple[str, LaunchKey]]:
     """(stage, launch key) of a recurrent call's kernels: forward, backward, and the sum of partial gradients."""
     module: Any = table.kernel_module("recurrent", "triton")
     K, V = q.shape[-1], v.shape[-1]
-    backward = [("recurrent", module.launch_key_bwd(K, V)), ("recurrent", "gather")]
+    backward = [("recurrent", module.launch_key_bwd(K, V)), ("recurrent", LaunchKey(launch="gather"))]
     return [("recurrent", module.launch_key(stored, K, V, g, v_first=v_first)), *backward]
 
 
@@ -228,9 +276,89 @@ def _collectives(context: ContextParallel, sizes: dict[str, int]) -> tuple[str, 
     )
 
 
-def launch_sizes(q: Tensor, chunk_size: int) -> tuple[tuple[str, str], ...]:
+def _launch_sizes(q: Tensor, chunk_size: int) -> tuple[tuple[str, str], ...]:
     """Stages whose sizes may be too large for a card (`beyond` in support.json), with their keys."""
     if q.dtype == torch.float64:
         return ()
     key = f"{kernel_configs.dtype_word(q.dtype)} K{q.shape[-1]} C{chunk_size}"
     return ("prepare", key), ("scan", key)
+
+
+def known_short(op: str, q: object, cu_seqlens: object, on_cpu: object) -> bool:
+    """Whether the host knows that no sequence of a long buffer is long enough for segments."""
+    if cu_seqlens is None or not isinstance(q, Tensor) or q.ndim < 2 or segment_rule.forcing() is not None:
+        return False
+    if torch.compiler.is_compiling() or q.shape[1] < segment_rule.SHORTEST:
+        return False
+    longest = cu_seqlens.longest if isinstance(cu_seqlens, SequenceLayout) else None
+    if longest is None and isinstance(on_cpu, Tensor) and check.readable(on_cpu):
+        longest = max(boundaries(op, on_cpu, "cu_seqlens_cpu").diff().tolist(), default=0)
+    # For every chunk size, the longest sequence then has fewer chunks than the shortest segmented one.
+    return longest is not None and longest <= segment_rule.SHORTEST - max(CHUNK_SIZES)
+
+
+def _chunk_size_of(t: DeltaTensors, flags: DeltaFlags, checked: CheckedDelta) -> int:
+    """Chunk size. For the recurrent form, whose bits do not depend on it, the spacing of saved states."""
+    op, every = flags.op, checked.every
+    if flags.recurrent:
+        return math.gcd(every, 64)
+    check.flag(op, disable_recompute=flags.disable_recompute)
+    if flags.chunk_size is not None:
+        check.choice(op, "chunk_size", flags.chunk_size, CHUNK_SIZES)
+    size = flags.chunk_size or best_chunk_size(t.q, t.v, channel_gate=flags.channel)
+    if every % size:
+        raise ValueError(f"{op}: checkpoint_every must be a multiple of chunk_size = {size}, got {every}")
+    return size
+
+
+def best_chunk_size(q: Tensor, v: Tensor, *, channel_gate: bool) -> int:
+    """Fastest chunk size for the device, gate kind and widths.
+
+    See docs/facts/cpu.md, CPU-3, and docs/facts/hopper.md, H200-5.
+    """
+    if q.device.type == "cpu":
+        return 32 if q.shape[-1] * v.shape[-1] >= 128 * 128 else 16
+    if not channel_gate:
+        return 64
+    # Formatting the widths specialises them: to compilers they may be symbolic.
+    widths = f"K{q.shape[-1]} V{v.shape[-1]} C64 channel GR{v.shape[2] // q.shape[2]}"
+    return 64 if _has_channel_gradient_kernel(q.device, q.dtype, widths) else 32
+
+
+@constant_to_compilers
+def _has_channel_gradient_kernel(device: torch.device, dtype: torch.dtype, widths: str) -> bool:
+    """Whether the Gluon gradient kernel for chunks of 64 with a channel gate is available."""
+    if device.type != "cuda" or triton_support.support_of(device).refusal or dtype not in table.FLOATS:
+        return False
+    key = LaunchKey.parse(f"{kernel_configs.dtype_word(dtype)} {widths}")
+    return kernel_configs.dispatched(triton_support.architecture(device), "gradients", key)
+
+
+def _cut_of(t: DeltaTensors, flags: DeltaFlags, checked: CheckedDelta, chunk_size: int) -> Cut:
+    """Segmentation of a call's long sequences; `WHOLE` if no sequence can be long enough.
+
+    `WHOLE` also on eager, which gains nothing, for rules without kernels, and with intermediate states, which are those
+    of one scan.
+    """
+    if flags.recurrent or flags.rule != "delta":
+        return segment_rule.WHOLE
+    if flags.max_splits is not None:
+        check.integer(flags.op, "max_splits", flags.max_splits, least=1)
+    if flags.batch_invariant or checked.every or (_runs_eagerly(t, flags) and segment_rule.forcing() is None):
+        return segment_rule.WHOLE
+    B, T, HV, V = t.v.shape
+    # Round T up to whole chunks: the rule counts chunks and must not depend on tokens within the last one.
+    if -(-T // chunk_size) * chunk_size < segment_rule.SHORTEST and segment_rule.forcing() is None:
+        return segment_rule.WHOLE
+    cut = segment_rule.cut(HV, t.q.shape[-1], V, chunk_size, _processors(t.q.device), flags.max_splits)
+    return cut if cut.chunks and max_borders(B, T, chunk_size, checked.packed, cut) else segment_rule.WHOLE
+
+
+def _runs_eagerly(t: DeltaTensors, flags: DeltaFlags) -> bool:
+    """Whether the call demands the eager backend, or gets it because of its device."""
+    return flags.backend == "eager" or (flags.backend is None and t.q.device.type != "cuda")
+
+
+@constant_to_compilers
+def _processors(device: torch.device) -> int:
+    return kernel_configs.processors(device)

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from wyfold.ops.delta_arguments import ChunkFlags, Flags, GateFlags
-from wyfold.ops.delta_call import call_delta
-from wyfold.ops.delta_checks import check_boundaries
+from wyfold.ops.delta_call import DELTA, delta_arguments
+from wyfold.ops.delta_checks import DeltaFlags, check_boundaries
 from wyfold.runtime import check
-from wyfold.runtime.layout import SequenceLayout, legal_boundaries
+from wyfold.runtime.layout import SequenceLayout, boundaries_of, legal_boundaries
+from wyfold.runtime.replay_cache import planned
 
 Result = tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]
 
@@ -96,33 +96,27 @@ def chunk_gated_delta_product(
     """
     op = "chunk_gated_delta_product"
     updates = _as_updates(op, q, k, v, g, beta, num_householder, cu_seqlens, cu_seqlens_cpu)
-    return updates.read(
-        call_delta(
-            op,
-            updates.q,
-            k,
-            v,
-            updates.g,
-            beta,
-            GateFlags(channel=updates.channel),
-            ChunkFlags(chunk_size, disable_recompute, updates.on_cpu, None, max_splits),
-            initial_state=initial_state,
-            cu_seqlens=updates.cu_seqlens,
-            flags=Flags(
-                scale=scale,
-                output_final_state=output_final_state,
-                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-                use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-                allow_neg_eigval=allow_neg_eigval,
-                state_v_first=state_v_first,
-                state_dtype=state_dtype,
-                return_intermediate_states=return_intermediate_states,
-                checkpoint_every=updates.every(op, return_intermediate_states, checkpoint_every),
-                batch_invariant=batch_invariant,
-                backend=backend,
-            ),
-        )
+    flags = DeltaFlags(
+        op=op,
+        channel=updates.channel,
+        recurrent=False,
+        scale=scale,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        state_dtype=state_dtype,
+        return_intermediate_states=return_intermediate_states,
+        checkpoint_every=updates.every(op, return_intermediate_states, checkpoint_every),
+        batch_invariant=batch_invariant,
+        backend=backend,
+        chunk_size=chunk_size,
+        disable_recompute=disable_recompute,
+        max_splits=max_splits,
     )
+    given = updates.q, k, v, updates.g, beta, initial_state, None, None
+    return updates.read(planned(DELTA, *delta_arguments(flags, given, updates.cu_seqlens, updates.on_cpu)))
 
 
 def fused_recurrent_gated_delta_product(
@@ -194,33 +188,24 @@ def fused_recurrent_gated_delta_product(
     """
     op = "fused_recurrent_gated_delta_product"
     updates = _as_updates(op, q, k, v, g, beta, num_householder, cu_seqlens, None)
-    return updates.read(
-        call_delta(
-            op,
-            updates.q,
-            k,
-            v,
-            updates.g,
-            beta,
-            GateFlags(channel=updates.channel),
-            None,
-            initial_state=initial_state,
-            cu_seqlens=updates.cu_seqlens,
-            flags=Flags(
-                scale=scale,
-                output_final_state=output_final_state,
-                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-                use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-                allow_neg_eigval=allow_neg_eigval,
-                state_v_first=state_v_first,
-                state_dtype=state_dtype,
-                return_intermediate_states=return_intermediate_states,
-                checkpoint_every=updates.every(op, return_intermediate_states, checkpoint_every),
-                batch_invariant=batch_invariant,
-                backend=backend,
-            ),
-        )
+    flags = DeltaFlags(
+        op=op,
+        channel=updates.channel,
+        recurrent=True,
+        scale=scale,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        state_dtype=state_dtype,
+        return_intermediate_states=return_intermediate_states,
+        checkpoint_every=updates.every(op, return_intermediate_states, checkpoint_every),
+        batch_invariant=batch_invariant,
+        backend=backend,
     )
+    given = updates.q, k, v, updates.g, beta, initial_state, None, None
+    return updates.read(planned(DELTA, *delta_arguments(flags, given, updates.cu_seqlens)))
 
 
 class _Updates(NamedTuple):
@@ -280,7 +265,8 @@ def _as_updates(
         g=(g, "B T HV K" if channel else "B T HV"),
         beta=(beta, "B TN HV"),
     )
-    cu, _ = check_boundaries(op, q, cu_seqlens, on_cpu, sizes["B"], sizes["T"])
+    cu, tokens = boundaries_of(cu_seqlens)
+    check_boundaries(op, q, cu, tokens, on_cpu)
     if cu is not None and check.readable(cu):
         legal_boundaries(op, cu, sizes["T"])
     if n == 1:

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from wyfold.context_parallel.context import ContextParallel
-from wyfold.ops.delta_arguments import ChunkFlags, Flags, GateFlags
-from wyfold.ops.delta_call import call_delta
+from wyfold.ops.delta_call import DELTA, delta_arguments, run_across_ranks
+from wyfold.ops.delta_checks import DeltaFlags
 from wyfold.runtime.layout import SequenceLayout
+from wyfold.runtime.replay_cache import planned
 
 Result = tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]
 
@@ -78,31 +79,28 @@ def chunk_delta_rule(
         >>> o.shape, state.shape
         (torch.Size([1, 100, 2, 64]), torch.Size([1, 2, 64, 64]))
     """
-    return call_delta(
-        "chunk_delta_rule",
-        q,
-        k,
-        v,
-        None,
-        beta,
-        GateFlags(),
-        ChunkFlags(chunk_size, disable_recompute, cu_seqlens_cpu, cp_context, max_splits),
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        flags=Flags(
-            scale=scale,
-            output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-            allow_neg_eigval=allow_neg_eigval,
-            state_v_first=state_v_first,
-            state_dtype=state_dtype,
-            return_intermediate_states=return_intermediate_states,
-            checkpoint_every=checkpoint_every,
-            batch_invariant=batch_invariant,
-            backend=backend,
-        ),
+    flags = DeltaFlags(
+        op="chunk_delta_rule",
+        channel=False,
+        recurrent=False,
+        scale=scale,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        state_dtype=state_dtype,
+        return_intermediate_states=return_intermediate_states,
+        checkpoint_every=checkpoint_every,
+        batch_invariant=batch_invariant,
+        backend=backend,
+        chunk_size=chunk_size,
+        disable_recompute=disable_recompute,
+        max_splits=max_splits,
     )
+    given = q, k, v, None, beta, initial_state, None, None
+    tensors, flags = delta_arguments(flags, given, cu_seqlens, cu_seqlens_cpu)
+    return planned(DELTA, tensors, flags) if cp_context is None else run_across_ranks(tensors, flags, cp_context)
 
 
 def fused_recurrent_delta_rule(
@@ -166,28 +164,21 @@ def fused_recurrent_delta_rule(
         >>> o.shape, state.shape
         (torch.Size([2, 1, 2, 64]), torch.Size([2, 2, 64, 64]))
     """
-    return call_delta(
-        "fused_recurrent_delta_rule",
-        q,
-        k,
-        v,
-        None,
-        beta,
-        GateFlags(),
-        None,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        flags=Flags(
-            scale=scale,
-            output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-            allow_neg_eigval=allow_neg_eigval,
-            state_v_first=state_v_first,
-            state_dtype=state_dtype,
-            return_intermediate_states=return_intermediate_states,
-            checkpoint_every=checkpoint_every,
-            batch_invariant=batch_invariant,
-            backend=backend,
-        ),
+    flags = DeltaFlags(
+        op="fused_recurrent_delta_rule",
+        channel=False,
+        recurrent=True,
+        scale=scale,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        state_dtype=state_dtype,
+        return_intermediate_states=return_intermediate_states,
+        checkpoint_every=checkpoint_every,
+        batch_invariant=batch_invariant,
+        backend=backend,
     )
+    given = q, k, v, None, beta, initial_state, None, None
+    return planned(DELTA, *delta_arguments(flags, given, cu_seqlens))

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from wyfold.context_parallel.context import ContextParallel
-from wyfold.ops.delta_arguments import ChunkFlags, ColumnArguments, Flags, GateFlags
-from wyfold.ops.delta_call import call_delta
+from wyfold.ops.delta_call import DELTA, delta_arguments, run_across_ranks
+from wyfold.ops.delta_checks import DeltaFlags
 from wyfold.runtime.layout import SequenceLayout
+from wyfold.runtime.replay_cache import planned
 
 Result = tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]
 
@@ -87,28 +88,27 @@ def chunk_dplr_delta_rule(
         >>> o.shape, state.shape
         (torch.Size([1, 100, 2, 64]), torch.Size([1, 2, 64, 64]))
     """
-    return call_delta(
-        "chunk_dplr_delta_rule",
-        q,
-        k,
-        v,
-        gk,
-        None,
-        GateFlags(True, safe=safe_gate, lower_bound=lower_bound),
-        ChunkFlags(chunk_size, disable_recompute, cu_seqlens_cpu, cp_context, None),
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        flags=Flags(
-            scale=scale,
-            output_final_state=output_final_state,
-            state_v_first=state_v_first,
-            state_dtype=state_dtype,
-            return_intermediate_states=return_intermediate_states,
-            checkpoint_every=checkpoint_every,
-            backend=backend,
-        ),
-        columns=ColumnArguments("given", a, b, names=(("g", "gk"),)),
+    flags = DeltaFlags(
+        op="chunk_dplr_delta_rule",
+        channel=True,
+        recurrent=False,
+        scale=scale,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        state_dtype=state_dtype,
+        return_intermediate_states=return_intermediate_states,
+        checkpoint_every=checkpoint_every,
+        backend=backend,
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
+        chunk_size=chunk_size,
+        disable_recompute=disable_recompute,
+        rule="given",
+        names=(("g", "gk"),),
     )
+    given = q, k, v, gk, None, initial_state, None, None
+    tensors, flags = delta_arguments(flags, given, cu_seqlens, cu_seqlens_cpu, (a, b, None))
+    return planned(DELTA, tensors, flags) if cp_context is None else run_across_ranks(tensors, flags, cp_context)
 
 
 def fused_recurrent_dplr_delta_rule(
@@ -176,28 +176,24 @@ def fused_recurrent_dplr_delta_rule(
         >>> o.shape, state.shape
         (torch.Size([1, 100, 2, 64]), torch.Size([1, 2, 64, 64]))
     """
-    return call_delta(
-        "fused_recurrent_dplr_delta_rule",
-        q,
-        k,
-        v,
-        gk,
-        None,
-        GateFlags(True, safe=safe_gate, lower_bound=lower_bound),
-        None,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        flags=Flags(
-            scale=scale,
-            output_final_state=output_final_state,
-            state_v_first=state_v_first,
-            state_dtype=state_dtype,
-            return_intermediate_states=return_intermediate_states,
-            checkpoint_every=checkpoint_every,
-            backend=backend,
-        ),
-        columns=ColumnArguments("given", a, b, names=(("g", "gk"),)),
+    flags = DeltaFlags(
+        op="fused_recurrent_dplr_delta_rule",
+        channel=True,
+        recurrent=True,
+        scale=scale,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        state_dtype=state_dtype,
+        return_intermediate_states=return_intermediate_states,
+        checkpoint_every=checkpoint_every,
+        backend=backend,
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
+        rule="given",
+        names=(("g", "gk"),),
     )
+    given = q, k, v, gk, None, initial_state, None, None
+    return planned(DELTA, *delta_arguments(flags, given, cu_seqlens, columns=(a, b, None)))
 
 
 def chunk_iplr_delta_rule(
@@ -263,28 +259,24 @@ def chunk_iplr_delta_rule(
         >>> o.shape, state.shape
         (torch.Size([1, 100, 2, 64]), torch.Size([1, 2, 64, 64]))
     """
-    return call_delta(
-        "chunk_iplr_delta_rule",
-        q,
-        k,
-        v,
-        None,
-        None,
-        GateFlags(True),
-        ChunkFlags(chunk_size, disable_recompute, cu_seqlens_cpu, cp_context, None),
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        flags=Flags(
-            scale=scale,
-            output_final_state=output_final_state,
-            state_v_first=state_v_first,
-            state_dtype=state_dtype,
-            return_intermediate_states=return_intermediate_states,
-            checkpoint_every=checkpoint_every,
-            backend=backend,
-        ),
-        columns=ColumnArguments("given", a, b),
+    flags = DeltaFlags(
+        op="chunk_iplr_delta_rule",
+        channel=True,
+        recurrent=False,
+        scale=scale,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        state_dtype=state_dtype,
+        return_intermediate_states=return_intermediate_states,
+        checkpoint_every=checkpoint_every,
+        backend=backend,
+        chunk_size=chunk_size,
+        disable_recompute=disable_recompute,
+        rule="given",
     )
+    given = q, k, v, None, None, initial_state, None, None
+    tensors, flags = delta_arguments(flags, given, cu_seqlens, cu_seqlens_cpu, (a, b, None))
+    return planned(DELTA, tensors, flags) if cp_context is None else run_across_ranks(tensors, flags, cp_context)
 
 
 def fused_recurrent_iplr_delta_rule(
@@ -346,25 +338,18 @@ def fused_recurrent_iplr_delta_rule(
         >>> o.shape, state.shape
         (torch.Size([1, 100, 2, 64]), torch.Size([1, 2, 64, 64]))
     """
-    return call_delta(
-        "fused_recurrent_iplr_delta_rule",
-        q,
-        k,
-        v,
-        None,
-        None,
-        GateFlags(True),
-        None,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        flags=Flags(
-            scale=scale,
-            output_final_state=output_final_state,
-            state_v_first=state_v_first,
-            state_dtype=state_dtype,
-            return_intermediate_states=return_intermediate_states,
-            checkpoint_every=checkpoint_every,
-            backend=backend,
-        ),
-        columns=ColumnArguments("given", a, b),
+    flags = DeltaFlags(
+        op="fused_recurrent_iplr_delta_rule",
+        channel=True,
+        recurrent=True,
+        scale=scale,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        state_dtype=state_dtype,
+        return_intermediate_states=return_intermediate_states,
+        checkpoint_every=checkpoint_every,
+        backend=backend,
+        rule="given",
     )
+    given = q, k, v, None, None, initial_state, None, None
+    return planned(DELTA, *delta_arguments(flags, given, cu_seqlens, columns=(a, b, None)))

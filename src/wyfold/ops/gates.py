@@ -11,10 +11,10 @@ from torch import Tensor
 from wyfold.kernels import table
 from wyfold.kernels.gate import GateGradients
 from wyfold.kernels.trial import Trial, sample
-from wyfold.ops.plan_cache import any_requires_grad, cached_plan, plan_key
 from wyfold.runtime import check
+from wyfold.runtime.kernel_configs import LaunchKey
 from wyfold.runtime.plan import Plan
-from wyfold.runtime.replay_cache import replayed
+from wyfold.runtime.replay_cache import PublicOperator, planned
 from wyfold.runtime.torch_ops import apply, call, once_differentiable, register
 from wyfold.tile.rows.eager import widest
 
@@ -57,15 +57,7 @@ def fused_gdn_gate(
     Source:
         Log of alpha_t in Eq. (10) of Gated DeltaNet, arXiv:2412.06464v3, with Mamba2's parameters.
     """
-    op = "fused_gdn_gate"
-
-    def check_gate() -> None:
-        check.floating(op, g=check.tensor(op, "g", g))
-        if g.ndim < 1:
-            raise ValueError(f"{op}: g must be [..., HV], got {list(g.shape)}")
-        _check_parameters(op, g, A_log, dt_bias, g.shape[-1:])
-
-    return _gate(op, check_gate, g, A_log, dt_bias, None, output_dtype, backend)
+    return planned(_GATE, (g, A_log, dt_bias), ("fused_gdn_gate", None, output_dtype, backend))
 
 
 def fused_kda_gate(
@@ -111,17 +103,7 @@ def fused_kda_gate(
     Source:
         Log of alpha_t in Eq. (1) of Kimi Linear, arXiv:2510.26692; parameters in section 4.
     """
-    op = "fused_kda_gate"
-
-    def check_gate() -> None:
-        check.floating(op, g=check.tensor(op, "g", g))
-        if g.ndim < 2:
-            raise ValueError(f"{op}: g must be [..., HV, K], got {list(g.shape)}")
-        _check_parameters(op, g, A_log, dt_bias, g.shape[-2:])
-        if lower_bound is not None and check.number(op, "lower_bound", lower_bound) >= 0:
-            raise ValueError(f"{op}: lower_bound must be below 0, got {lower_bound}")
-
-    return _gate(op, check_gate, g, A_log, dt_bias, lower_bound, output_dtype, backend)
+    return planned(_GATE, (g, A_log, dt_bias), ("fused_kda_gate", lower_bound, output_dtype, backend))
 
 
 def fused_beta_sigmoid(x: Tensor, scale: float = 1.0, *, backend: str | None = None) -> Tensor:
@@ -152,24 +134,28 @@ def fused_beta_sigmoid(x: Tensor, scale: float = 1.0, *, backend: str | None = N
         >>> wyfold.fused_beta_sigmoid(torch.zeros(1, 10, 4), scale=2.0)[0, 0, 0].item()
         1.0
     """
-    op = "fused_beta_sigmoid"
-    values = op, scale, backend
+    return planned(_BETA_SIGMOID, (x,), (scale, backend))
 
-    def make_plan() -> str:
-        check.floating(op, x=check.tensor(op, "x", x))
-        check.number(op, "scale", scale)
 
-        def trial() -> Trial:
-            logits = sample(x, "normal", "T", keep=0)
-            return Trial(op, "beta_sigmoid_fwd", (logits,), (float(scale), "triton"), gradients=any_requires_grad([x]))
+def _plan_beta_sigmoid(tensors: tuple[Any, ...], values: tuple[Any, ...]) -> str:
+    """Check the call and return the backend that will run it."""
+    op, (x,), (scale, backend) = "fused_beta_sigmoid", tensors, values
+    check.floating(op, x=check.tensor(op, "x", x))
+    check.number(op, "scale", scale)
 
-        return _plan(op, "beta_sigmoid", x, backend, (x.dtype,), trial).backend
+    def trial() -> Trial:
+        logits, grad = sample(x, "normal", "T", keep=0), check.any_requires_grad([x])
+        return Trial(op, "beta_sigmoid_fwd", (logits,), (float(scale), "triton"), gradients=grad)
 
-    def run() -> Tensor:
-        chosen = cached_plan(plan_key((x,), values, backend), make_plan)
-        return apply("fused_beta_sigmoid", _BetaSigmoid, x, float(scale), chosen)
+    return _plan(op, "beta_sigmoid", x, backend, (x.dtype,), trial).backend
 
-    return replayed((x,), values, run)
+
+def _run_beta_sigmoid(backend: str, tensors: tuple[Any, ...], values: tuple[Any, ...]) -> Tensor:
+    found: Tensor = apply("fused_beta_sigmoid", _BetaSigmoid, tensors[0], float(values[0]), backend)
+    return found
+
+
+_BETA_SIGMOID = PublicOperator(_plan_beta_sigmoid, _run_beta_sigmoid)
 
 
 def _plan(
@@ -187,7 +173,7 @@ def _plan(
         forward=("gate",),
         backward=("gate",),
         dtypes=dtypes,
-        keys=lambda: [("gate", launch), ("gate", f"{launch}_bwd")],
+        keys=lambda: [("gate", LaunchKey(launch=name)) for name in (launch, f"{launch}_bwd")],
         trials=lambda: (trial(),),
     )
 
@@ -203,47 +189,45 @@ def _check_parameters(op: str, g: Tensor, A_log: Tensor | None, dt_bias: Tensor 
     check.same_attribute(op, "device", g=g, A_log=A_log, dt_bias=dt_bias)
 
 
-def _gate(
-    op: str,
-    check_gate: Callable[[], None],
-    g: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    lower_bound: float | None,
-    output_dtype: torch.dtype | None,
-    backend: str | None,
-) -> Tensor:
-    """Run either gate operator. `check_gate` checks all arguments except output_dtype."""
-    tensors, values = (g, A_log, dt_bias), (op, lower_bound, output_dtype, backend)
+def _plan_gate(tensors: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[torch.dtype, str]:
+    """Check a call of either gate operator; return the dtype of the result and the backend that will run it."""
+    (g, A_log, dt_bias), (op, lower_bound, output_dtype, backend) = tensors, values
+    check.floating(op, g=check.tensor(op, "g", g))
+    channels = 2 if op == "fused_kda_gate" else 1
+    if g.ndim < channels:
+        raise ValueError(f"{op}: g must be {'[..., HV, K]' if channels == 2 else '[..., HV]'}, got {list(g.shape)}")
+    _check_parameters(op, g, A_log, dt_bias, g.shape[-channels:])
+    if lower_bound is not None and check.number(op, "lower_bound", lower_bound) >= 0:
+        raise ValueError(f"{op}: lower_bound must be below 0, got {lower_bound}")
+    check.dtype_option(op, "output_dtype", output_dtype)
+    stored = output_dtype or widest(*tensors)
 
-    def make_plan() -> tuple[torch.dtype, str]:
-        check_gate()
-        check.dtype_option(op, "output_dtype", output_dtype)
-        stored = output_dtype or widest(*tensors)
+    def trial() -> Trial:
+        samples = (
+            sample(g if channels == 2 else g[..., None], "normal", "T", keep=2),
+            sample(A_log, "A_log", ""),
+            sample(dt_bias, "dt_bias", ""),
+        )
+        values = *_activation(lower_bound), stored, "triton"
+        return Trial(op, "gate_fwd", samples, values, gradients=check.any_requires_grad(tensors))
 
-        def trial() -> Trial:
-            given = g[..., None] if op == "fused_gdn_gate" else g
-            samples = (
-                sample(given, "normal", "T", keep=2),
-                sample(A_log, "A_log", ""),
-                sample(dt_bias, "dt_bias", ""),
-            )
-            values = *activated(), stored, "triton"
-            return Trial(op, "gate_fwd", samples, values, gradients=any_requires_grad(tensors))
+    return stored, _plan(op, "gate", g, backend, (*table.dtypes(*tensors), stored), trial).backend
 
-        return stored, _plan(op, "gate", g, backend, (*table.dtypes(*tensors), stored), trial).backend
 
-    def activated() -> tuple[str, float]:
-        return ("softplus", 0.0) if lower_bound is None else ("bounded", float(lower_bound))
+def _run_gate(plan: tuple[torch.dtype, str], tensors: tuple[Any, ...], values: tuple[Any, ...]) -> Tensor:
+    (g, A_log, dt_bias), (op, lower_bound, *_) = tensors, values
+    scalar = op == "fused_gdn_gate"
+    y: Tensor = apply(
+        op, _Gate, g.unsqueeze(-1) if scalar else g, A_log, dt_bias, *_activation(lower_bound), *plan
+    )  # fmt: skip
+    return y.squeeze(-1) if scalar else y
 
-    def run() -> Tensor:
-        chosen = cached_plan(plan_key(tensors, values, backend), make_plan)
-        activation, bound = activated()
-        if op == "fused_gdn_gate":
-            return apply(op, _Gate, g.unsqueeze(-1), A_log, dt_bias, activation, bound, *chosen).squeeze(-1)
-        return apply(op, _Gate, *tensors, activation, bound, *chosen)
 
-    return replayed(tensors, values, run)
+_GATE = PublicOperator(_plan_gate, _run_gate)
+
+
+def _activation(lower_bound: float | None) -> tuple[str, float]:
+    return ("softplus", 0.0) if lower_bound is None else ("bounded", float(lower_bound))
 
 
 class _Gate(torch.autograd.Function):
@@ -263,17 +247,15 @@ class _Gate(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.options = (activation, lower_bound, backend)
         ctx.save_for_backward(g, A_log, dt_bias)
-        tensors, values = (g, A_log, dt_bias), (activation, lower_bound, output_dtype, backend)
-        return replayed(tensors, ("gate_fwd", *values), lambda: call(_gate_op, *tensors, *values))
+        return call(_gate_op, g, A_log, dt_bias, activation, lower_bound, output_dtype, backend)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return (None,) * 7
-        needs, tensors = list(ctx.needs_input_grad[:3]), (*ctx.saved_tensors, dy)
-        values = "gate_bwd", *needs, *ctx.options
-        found = iter(replayed(tensors, values, lambda: tuple(call(_gate_bwd_op, *tensors, needs, *ctx.options))))
+        needs = list(ctx.needs_input_grad[:3])
+        found = iter(call(_gate_bwd_op, *ctx.saved_tensors, dy, needs, *ctx.options))
         return *(next(found) if need else None for need in needs), None, None, None, None
 
 
@@ -354,15 +336,14 @@ class _BetaSigmoid(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.scale, ctx.backend = scale, backend
         ctx.save_for_backward(x)
-        return replayed((x,), ("beta_sigmoid_fwd", scale, backend), lambda: call(_beta_op, x, scale, backend))
+        return call(_beta_op, x, scale, backend)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return None, None, None
-        tensors, values = (*ctx.saved_tensors, dy), (ctx.scale, ctx.backend)
-        dx = replayed(tensors, ("beta_sigmoid_bwd", *values), lambda: call(_beta_bwd_op, *tensors, *values))
+        dx = call(_beta_bwd_op, *ctx.saved_tensors, dy, ctx.scale, ctx.backend)
         return dx, None, None
 
 

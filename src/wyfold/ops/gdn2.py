@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from wyfold.context_parallel.context import ContextParallel
-from wyfold.ops.delta_arguments import ChunkFlags, ColumnArguments, Flags, GateFlags
-from wyfold.ops.delta_call import call_delta
+from wyfold.ops.delta_call import DELTA, delta_arguments, run_across_ranks
+from wyfold.ops.delta_checks import DeltaFlags
 from wyfold.runtime.layout import SequenceLayout
+from wyfold.runtime.replay_cache import planned
 
 Result = tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]
 
@@ -88,29 +89,28 @@ def chunk_gdn2(
         >>> o.shape, state.shape
         (torch.Size([1, 100, 2, 64]), torch.Size([1, 2, 64, 64]))
     """
-    return call_delta(
-        "chunk_gdn2",
-        q,
-        k,
-        v,
-        g,
-        None,
-        GateFlags(True, use_gate_in_kernel, A_log, dt_bias, safe_gate, lower_bound),
-        ChunkFlags(chunk_size, disable_recompute, cu_seqlens_cpu, cp_context, None),
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        flags=Flags(
-            scale=scale,
-            output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            state_v_first=state_v_first,
-            state_dtype=state_dtype,
-            return_intermediate_states=return_intermediate_states,
-            checkpoint_every=checkpoint_every,
-            backend=backend,
-        ),
-        columns=ColumnArguments("keys", None, b, w),
+    flags = DeltaFlags(
+        op="chunk_gdn2",
+        channel=True,
+        recurrent=False,
+        scale=scale,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        state_v_first=state_v_first,
+        state_dtype=state_dtype,
+        return_intermediate_states=return_intermediate_states,
+        checkpoint_every=checkpoint_every,
+        backend=backend,
+        use_gate_in_kernel=use_gate_in_kernel,
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
+        chunk_size=chunk_size,
+        disable_recompute=disable_recompute,
+        rule="keys",
     )
+    given = q, k, v, g, None, initial_state, A_log, dt_bias
+    tensors, flags = delta_arguments(flags, given, cu_seqlens, cu_seqlens_cpu, (None, b, w))
+    return planned(DELTA, tensors, flags) if cp_context is None else run_across_ranks(tensors, flags, cp_context)
 
 
 def fused_recurrent_gdn2(
@@ -183,26 +183,22 @@ def fused_recurrent_gdn2(
         >>> o.shape, state.shape
         (torch.Size([1, 100, 2, 64]), torch.Size([1, 2, 64, 64]))
     """
-    return call_delta(
-        "fused_recurrent_gdn2",
-        q,
-        k,
-        v,
-        g,
-        None,
-        GateFlags(True, use_gate_in_kernel, A_log, dt_bias, safe_gate, lower_bound),
-        None,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        flags=Flags(
-            scale=scale,
-            output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            state_v_first=state_v_first,
-            state_dtype=state_dtype,
-            return_intermediate_states=return_intermediate_states,
-            checkpoint_every=checkpoint_every,
-            backend=backend,
-        ),
-        columns=ColumnArguments("keys", None, b, w),
+    flags = DeltaFlags(
+        op="fused_recurrent_gdn2",
+        channel=True,
+        recurrent=True,
+        scale=scale,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        state_v_first=state_v_first,
+        state_dtype=state_dtype,
+        return_intermediate_states=return_intermediate_states,
+        checkpoint_every=checkpoint_every,
+        backend=backend,
+        use_gate_in_kernel=use_gate_in_kernel,
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
+        rule="keys",
     )
+    given = q, k, v, g, None, initial_state, A_log, dt_bias
+    return planned(DELTA, *delta_arguments(flags, given, cu_seqlens, columns=(None, b, w)))

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from wyfold.context_parallel.context import ContextParallel
-from wyfold.ops.delta_arguments import ChunkFlags, Flags, GateFlags
-from wyfold.ops.delta_call import call_delta
+from wyfold.ops.delta_call import DELTA, delta_arguments, run_across_ranks
+from wyfold.ops.delta_checks import DeltaFlags
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
+from wyfold.runtime.replay_cache import planned
 
 Result = tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]
 
@@ -90,33 +91,27 @@ def chunk_gla(
     """
     op = "chunk_gla"
     columns = _columns(op, q, k, v, g, None, initial_state, state_v_first)
+    flags = DeltaFlags(
+        op=op,
+        channel=columns.channel,
+        recurrent=False,
+        scale=scale,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        state_dtype=state_dtype,
+        return_intermediate_states=return_intermediate_states,
+        checkpoint_every=checkpoint_every,
+        batch_invariant=batch_invariant,
+        backend=backend,
+        erases=False,
+        chunk_size=chunk_size,
+        disable_recompute=disable_recompute,
+        max_splits=max_splits,
+    )
+    given = q, k, columns.v, columns.g, None, columns.states, None, None
+    tensors, flags = delta_arguments(flags, given, cu_seqlens, cu_seqlens_cpu)
     return columns.joined(
-        call_delta(
-            op,
-            q,
-            k,
-            columns.v,
-            columns.g,
-            None,
-            GateFlags(channel=columns.channel),
-            ChunkFlags(chunk_size, disable_recompute, cu_seqlens_cpu, cp_context, max_splits),
-            initial_state=columns.states,
-            cu_seqlens=cu_seqlens,
-            flags=Flags(
-                scale=scale,
-                output_final_state=output_final_state,
-                use_qk_l2norm_in_kernel=False,
-                use_beta_sigmoid_in_kernel=False,
-                allow_neg_eigval=False,
-                state_v_first=state_v_first,
-                state_dtype=state_dtype,
-                return_intermediate_states=return_intermediate_states,
-                checkpoint_every=checkpoint_every,
-                batch_invariant=batch_invariant,
-                backend=backend,
-                erases=False,
-            ),
-        )
+        planned(DELTA, tensors, flags) if cp_context is None else run_across_ranks(tensors, flags, cp_context)
     )
 
 
@@ -182,34 +177,22 @@ def fused_recurrent_gla(
     """
     op = "fused_recurrent_gla"
     columns = _columns(op, q, k, v, g, gv, initial_state, state_v_first)
-    return columns.joined(
-        call_delta(
-            op,
-            q,
-            k,
-            columns.v,
-            columns.g,
-            None,
-            GateFlags(channel=columns.channel),
-            None,
-            initial_state=columns.states,
-            cu_seqlens=cu_seqlens,
-            flags=Flags(
-                scale=scale,
-                output_final_state=output_final_state,
-                use_qk_l2norm_in_kernel=False,
-                use_beta_sigmoid_in_kernel=False,
-                allow_neg_eigval=False,
-                state_v_first=state_v_first,
-                state_dtype=state_dtype,
-                return_intermediate_states=return_intermediate_states,
-                checkpoint_every=checkpoint_every,
-                batch_invariant=batch_invariant,
-                backend=backend,
-                erases=False,
-            ),
-        )
+    flags = DeltaFlags(
+        op=op,
+        channel=columns.channel,
+        recurrent=True,
+        scale=scale,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        state_dtype=state_dtype,
+        return_intermediate_states=return_intermediate_states,
+        checkpoint_every=checkpoint_every,
+        batch_invariant=batch_invariant,
+        backend=backend,
+        erases=False,
     )
+    given = q, k, columns.v, columns.g, None, columns.states, None, None
+    return columns.joined(planned(DELTA, *delta_arguments(flags, given, cu_seqlens)))
 
 
 class _Columns(NamedTuple):

@@ -11,10 +11,10 @@ from torch import Tensor
 from wyfold.kernels import table
 from wyfold.kernels.norm import RmsNormGradients, RmsNormOptions
 from wyfold.kernels.trial import Trial, sample
-from wyfold.ops.plan_cache import any_requires_grad, cached_plan, plan_key
 from wyfold.runtime import check
+from wyfold.runtime.kernel_configs import LaunchKey
 from wyfold.runtime.plan import Plan
-from wyfold.runtime.replay_cache import replayed
+from wyfold.runtime.replay_cache import PublicOperator, planned
 from wyfold.runtime.torch_ops import apply, call, once_differentiable, register
 from wyfold.tile.rows.eager import widest
 
@@ -51,27 +51,32 @@ def l2norm(
         >>> wyfold.l2norm(torch.tensor([3.0, 4.0])).norm().round().item()
         1.0
     """
-    op = "l2norm"
+    return planned(_L2NORM, (x,), (eps, output_dtype, backend))
 
-    values = op, eps, output_dtype, backend
 
-    def make_plan() -> str:
-        _rows(op, x)
-        check.dtype_option(op, "output_dtype", output_dtype)
-        check.epsilon(op, eps, widest(x))
-        stored = output_dtype or x.dtype
+def _plan_l2norm(tensors: tuple[Any, ...], values: tuple[Any, ...]) -> str:
+    """Check the call and return the backend that will run it."""
+    op, (x,), (eps, output_dtype, backend) = "l2norm", tensors, values
+    _rows(op, x)
+    check.dtype_option(op, "output_dtype", output_dtype)
+    check.epsilon(op, eps, widest(x))
+    stored = output_dtype or x.dtype
 
-        def trial() -> Trial:
-            rows = sample(x, "normal", "T", keep=1)
-            return Trial(op, "l2norm_fwd", (rows,), (float(eps), stored, "triton"), gradients=any_requires_grad([x]))
+    def trial() -> Trial:
+        rows = sample(x, "normal", "T", keep=1)
+        grad = check.any_requires_grad([x])
+        return Trial(op, "l2norm_fwd", (rows,), (float(eps), stored, "triton"), gradients=grad)
 
-        return _plan(op, x, backend, (x.dtype, stored), trial).backend
+    return _plan(op, x, backend, (x.dtype, stored), trial).backend
 
-    def run() -> Tensor:
-        chosen = cached_plan(plan_key((x,), values, backend), make_plan)
-        return apply("l2norm", _L2Norm, x, float(eps), output_dtype or x.dtype, chosen)
 
-    return replayed((x,), values, run)
+def _run_l2norm(backend: str, tensors: tuple[Any, ...], values: tuple[Any, ...]) -> Tensor:
+    (x,), (eps, output_dtype, _) = tensors, values
+    found: Tensor = apply("l2norm", _L2Norm, x, float(eps), output_dtype or x.dtype, backend)
+    return found
+
+
+_L2NORM = PublicOperator(_plan_l2norm, _run_l2norm)
 
 
 def rms_norm_gated(
@@ -126,40 +131,46 @@ def rms_norm_gated(
         >>> wyfold.rms_norm_gated(x, g, torch.ones(32), activation="sigmoid").shape
         torch.Size([2, 10, 4, 32])
     """
-    op = "rms_norm_gated"
+    values = activation, eps, norm_before_gate, round_before_weight, backend
+    return planned(_RMS_NORM_GATED, (x, g, weight, bias), values)
 
-    tensors, values = (x, g, weight, bias), (op, activation, eps, norm_before_gate, round_before_weight, backend)
 
-    def make_plan() -> str:
-        check.flag(op, norm_before_gate=norm_before_gate, round_before_weight=round_before_weight)
-        check.choice(op, "activation", activation, ("swish", "silu", "sigmoid"))
-        V = _rows(op, x)
-        if check.tensor(op, "g", g).shape != x.shape:
-            raise ValueError(f"{op}: g must be [..., V] = {list(x.shape)}, the shape of x, got {list(g.shape)}")
-        check.tensor(op, "weight", weight)
-        for name, parameter in (("weight", weight), ("bias", bias)):
-            if parameter is not None and check.tensor(op, name, parameter).shape != (V,):
-                raise ValueError(f"{op}: {name} must be [V] = [{V}], got {list(parameter.shape)}")
-        check.floating(op, g=g, weight=weight, bias=bias)
-        check.same_attribute(op, "device", x=x, g=g, weight=weight, bias=bias)
-        check.epsilon(op, eps, widest(x, g, weight, bias))
-        options = RmsNormOptions(activation, float(eps), norm_before_gate, round_before_weight)
+def _plan_rms_norm_gated(tensors: tuple[Any, ...], values: tuple[Any, ...]) -> str:
+    """Check the call and return the backend that will run it."""
+    op, (x, g, weight, bias) = "rms_norm_gated", tensors
+    activation, eps, norm_before_gate, round_before_weight, backend = values
+    check.flag(op, norm_before_gate=norm_before_gate, round_before_weight=round_before_weight)
+    check.choice(op, "activation", activation, ("swish", "silu", "sigmoid"))
+    V = _rows(op, x)
+    if check.tensor(op, "g", g).shape != x.shape:
+        raise ValueError(f"{op}: g must be [..., V] = {list(x.shape)}, the shape of x, got {list(g.shape)}")
+    check.tensor(op, "weight", weight)
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and check.tensor(op, name, parameter).shape != (V,):
+            raise ValueError(f"{op}: {name} must be [V] = [{V}], got {list(parameter.shape)}")
+    check.floating(op, g=g, weight=weight, bias=bias)
+    check.same_attribute(op, "device", x=x, g=g, weight=weight, bias=bias)
+    check.epsilon(op, eps, widest(x, g, weight, bias))
+    options = RmsNormOptions(activation, float(eps), norm_before_gate, round_before_weight)
 
-        def trial() -> Trial:
-            rows = [sample(t, "normal", "T", keep=1) for t in (x, g)]
-            parameters = [sample(t, "weight", "") for t in (weight, bias)]
-            values = *options.scalars(), "triton"
-            grad = any_requires_grad(tensors)
-            return Trial(op, "rms_norm_gated_fwd", (*rows, *parameters), values, gradients=grad)
+    def trial() -> Trial:
+        rows = [sample(t, "normal", "T", keep=1) for t in (x, g)]
+        parameters = [sample(t, "weight", "") for t in (weight, bias)]
+        values = *options.scalars(), "triton"
+        grad = check.any_requires_grad(tensors)
+        return Trial(op, "rms_norm_gated_fwd", (*rows, *parameters), values, gradients=grad)
 
-        return _plan(op, x, backend, table.dtypes(x, g, weight, bias), trial).backend
+    return _plan(op, x, backend, table.dtypes(x, g, weight, bias), trial).backend
 
-    def run() -> Tensor:
-        chosen = cached_plan(plan_key(tensors, values, backend), make_plan)
-        options = RmsNormOptions(activation, float(eps), norm_before_gate, round_before_weight)
-        return apply("rms_norm_gated", _RmsNormGated, *tensors, options, chosen)
 
-    return replayed(tensors, values, run)
+def _run_rms_norm_gated(backend: str, tensors: tuple[Any, ...], values: tuple[Any, ...]) -> Tensor:
+    activation, eps, norm_before_gate, round_before_weight, _ = values
+    options = RmsNormOptions(activation, float(eps), norm_before_gate, round_before_weight)
+    found: Tensor = apply("rms_norm_gated", _RmsNormGated, *tensors, options, backend)
+    return found
+
+
+_RMS_NORM_GATED = PublicOperator(_plan_rms_norm_gated, _run_rms_norm_gated)
 
 
 def _plan(op: str, x: Tensor, backend: str | None, dtypes: tuple[torch.dtype, ...], trial: Callable[[], Trial]) -> Plan:
@@ -170,7 +181,7 @@ def _plan(op: str, x: Tensor, backend: str | None, dtypes: tuple[torch.dtype, ..
         forward=("norm",),
         backward=("norm",),
         dtypes=dtypes,
-        keys=lambda: [("norm", op), ("norm", f"{op}_bwd")],
+        keys=lambda: [("norm", LaunchKey(launch=launch)) for launch in (op, f"{op}_bwd")],
         trials=lambda: (trial(),),
     )
 
@@ -197,16 +208,14 @@ class _L2Norm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.eps, ctx.backend = eps, backend
         ctx.save_for_backward(x)
-        values = eps, output_dtype, backend
-        return replayed((x,), ("l2norm_fwd", *values), lambda: call(_l2norm_op, x, *values))
+        return call(_l2norm_op, x, eps, output_dtype, backend)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return None, None, None, None
-        tensors, values = (*ctx.saved_tensors, dy), (ctx.eps, ctx.backend)
-        dx = replayed(tensors, ("l2norm_bwd", *values), lambda: call(_l2norm_bwd_op, *tensors, *values))
+        dx = call(_l2norm_bwd_op, *ctx.saved_tensors, dy, ctx.eps, ctx.backend)
         return dx, None, None, None
 
 
@@ -246,9 +255,7 @@ class _RmsNormGated(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.options, ctx.backend = options, backend
         ctx.save_for_backward(x, g, weight, bias)
-        scalars = *options.scalars(), backend
-        tensors = x, g, weight, bias
-        return replayed(tensors, ("rms_norm_gated_fwd", *scalars), lambda: call(_rms_norm_gated_op, *tensors, *scalars))
+        return call(_rms_norm_gated_op, x, g, weight, bias, *options.scalars(), backend)
 
     @staticmethod
     @once_differentiable
@@ -256,12 +263,7 @@ class _RmsNormGated(torch.autograd.Function):
         if dy is None:
             return (None,) * 6
         needs = list(ctx.needs_input_grad[:4])
-        scalars, tensors = (*ctx.options.scalars(), ctx.backend), (*ctx.saved_tensors, dy)
-
-        def gradients() -> tuple[Tensor, ...]:
-            return tuple(call(_rms_norm_gated_bwd_op, *tensors, needs, *scalars))
-
-        found = iter(replayed(tensors, ("rms_norm_gated_bwd", *needs, *scalars), gradients))
+        found = iter(call(_rms_norm_gated_bwd_op, *ctx.saved_tensors, dy, needs, *ctx.options.scalars(), ctx.backend))
         return *(next(found) if need else None for need in needs), None, None
 
 

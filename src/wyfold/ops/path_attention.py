@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from wyfold.autograd.path import path
-from wyfold.autograd.path_records import PathOptions, PathTensors
+from wyfold.autograd.path import Path
+from wyfold.autograd.path_records import OPERATOR, PathOptions, PathTensors
 from wyfold.kernels import table
 from wyfold.kernels.path_records import CHUNK
-from wyfold.ops.plan_cache import cached_plan, plan_key
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, packed_boundaries
-from wyfold.runtime.replay_cache import replayed
-from wyfold.runtime.torch_ops import in_autocast_dtype
+from wyfold.runtime.replay_cache import PublicOperator, planned
+from wyfold.runtime.torch_ops import apply, in_autocast_dtype
 
 WIDEST = 128
 
@@ -111,37 +110,49 @@ def parallel_path_attn(
     if past is not None and not isinstance(past, PathKeys):
         raise TypeError(f"{op}: past must be a PathKeys or None, got {type(past).__name__}")
     cu, tokens = boundaries_of(cu_seqlens)
-    tensors = (q, k, v, w, beta, g, *((None,) * 4 if past is None else past), cu)
-    values = op, tokens, scale, gate_scaled, use_cache, backend
-
-    def make_plan() -> PathOptions:
-        check.flag(op, gate_scaled=gate_scaled, use_cache=use_cache)
-        K = _check_tokens(op, PathTensors(*tensors), cu_seqlens, past)
-        factor = K**-0.5 if scale is None else check.number(op, "scale", scale)
-        if factor <= 0:
-            raise ValueError(f"{op}: scale must be above 0, got {scale}")
-        rows = in_autocast_dtype(q, k, v)
-        check.same_attribute(op, "dtype", **dict(zip("qkv", rows, strict=True)))
-        stages = "path_blocks", "path_attention"
-        plan = table.plan(
-            op, q.device, backend, forward=stages, backward=stages, dtypes=table.dtypes(*rows), chunk_size=CHUNK
-        )
-        return PathOptions(factor, factor if gate_scaled else 1.0, use_cache, plan.backend)
-
-    def run() -> tuple[Tensor, Tensor | None]:
-        options = cached_plan(plan_key(tensors, values, backend), make_plan)
-        o, keys = path(PathTensors(*in_autocast_dtype(q, k, v), *tensors[3:]), options)
-        return o, keys if use_cache else None
-
-    return replayed(tensors, values, run)
+    keys, values, gates, counts = (None,) * 4 if past is None else past
+    tensors = PathTensors(q, k, v, w, beta, g, keys, values, gates, counts, cu)
+    return planned(_PATH, tensors, (past is not None, tokens, scale, gate_scaled, use_cache, backend))
 
 
-def _check_tokens(op: str, t: PathTensors, cu_seqlens: Tensor | SequenceLayout | None, past: PathKeys | None) -> int:
-    """Check shapes, dtypes and devices; return the width of the keys."""
+def _make_plan(t: PathTensors, values: tuple[Any, ...]) -> PathOptions:
+    """Check the call and return its options."""
+    op, (continued, tokens, scale, gate_scaled, use_cache, backend) = OPERATOR, values
+    check.flag(op, gate_scaled=gate_scaled, use_cache=use_cache)
+    K = _check_tokens(op, t, tokens, continued=continued)
+    factor = K**-0.5 if scale is None else check.number(op, "scale", scale)
+    if factor <= 0:
+        raise ValueError(f"{op}: scale must be above 0, got {scale}")
+    rows = in_autocast_dtype(*t[:3])
+    check.same_attribute(op, "dtype", **dict(zip("qkv", rows, strict=True)))
+    stages = "path_blocks", "path_attention"
+    plan = table.plan(
+        op, t.q.device, backend, forward=stages, backward=stages, dtypes=table.dtypes(*rows), chunk_size=CHUNK
+    )
+    return PathOptions(factor, factor if gate_scaled else 1.0, use_cache, plan.backend)
+
+
+def _run(options: PathOptions, t: PathTensors, _: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
+    o, keys, _lse = apply(OPERATOR, Path, *in_autocast_dtype(*t[:3]), *t[3:], options)
+    return o, keys if options.use_cache else None
+
+
+_PATH = PublicOperator(_make_plan, _run)
+
+
+def _check_tokens(op: str, t: PathTensors, tokens: int | None, *, continued: bool) -> int:
+    """Check shapes, dtypes and devices; return the width of the keys.
+
+    Args:
+        op: Operator's name, for messages.
+        t: Tensors of the call.
+        tokens: Second result of `boundaries_of`.
+        continued: Whether there are keys of earlier calls.
+    """
     sizes = check.shapes(
         op,
         optional=("g",),
-        q=(t.q, "B T HQ K" if past is None else "B Q HQ K"),
+        q=(t.q, "B Q HQ K" if continued else "B T HQ K"),
         k=(t.k, "B T H K"),
         v=(t.v, "B T H V"),
         w=(t.w, "B T H K"),
@@ -155,26 +166,26 @@ def _check_tokens(op: str, t: PathTensors, cu_seqlens: Tensor | SequenceLayout |
         check.width(op, letter, names, sizes[letter], most=WIDEST)
     check.floating(op, q=t.q, k=t.k, v=t.v, w=t.w, beta=t.beta, g=t.g)
     check.same_attribute(op, "device", q=t.q, k=t.k, v=t.v, w=t.w, beta=t.beta, g=t.g)
-    if cu_seqlens is not None:
-        packed_boundaries(op, t.k, cu_seqlens)
+    if t.cu_seqlens is not None:
+        packed_boundaries(op, t.k, t.cu_seqlens, tokens)
     if t.g is not None:
         check.log_gates(op, t.g, t.cu_seqlens)
-    if past is not None:
-        _check_past(op, t, past, {**sizes, "N": sizes["B"]})
+    if continued:
+        _check_past(op, t, {**sizes, "N": sizes["B"]})
     return int(sizes["K"])  # a tensor while torch.jit traces
 
 
-def _check_past(op: str, t: PathTensors, past: PathKeys, sizes: dict[str, int]) -> None:
+def _check_past(op: str, t: PathTensors, sizes: dict[str, int]) -> None:
     if t.cu_seqlens is not None:
         raise ValueError(f"{op}: past must come without cu_seqlens, got both; call each sequence by itself")
-    if (past.gates is None) != (t.g is None):
-        given = "None" if past.gates is None else "a tensor"
+    if (t.past_g is None) != (t.g is None):
+        given = "None" if t.past_g is None else "a tensor"
         raise ValueError(f"{op}: past.gates must be given if g is, and only then, got {given}")
     named: dict[str, tuple[Tensor | None, str]] = {
-        "past.keys": (past.keys, "N S H K"),
-        "past.values": (past.values, "N S H V"),
-        "past.gates": (past.gates, "N S HQ"),
-        "past.counts": (past.counts, "N"),
+        "past.keys": (t.past_k, "N S H K"),
+        "past.values": (t.past_v, "N S H V"),
+        "past.gates": (t.past_g, "N S HQ"),
+        "past.counts": (t.past_counts, "N"),
     }
     check.shapes(op, optional=("past.gates",), known=sizes, **named)
     tensors = {name: x for name, (x, _) in named.items()}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wyfold.context_parallel.agreement import RankedCall
 from wyfold.context_parallel.context import ContextParallel
-from wyfold.runtime.torch_ops import autocast_dtype
+from wyfold.runtime.torch_modes import autocast_dtype
 
 
 def ranked_call(op: str, context: object, x: object, module: Hashable = None) -> RankedCall:

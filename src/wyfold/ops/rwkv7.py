@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from wyfold.context_parallel.context import ContextParallel
-from wyfold.ops.delta_arguments import ChunkFlags, ColumnArguments, Flags, GateFlags
-from wyfold.ops.delta_call import call_delta
+from wyfold.ops.delta_call import DELTA, delta_arguments, run_across_ranks
+from wyfold.ops.delta_checks import DeltaFlags
 from wyfold.runtime.layout import SequenceLayout
+from wyfold.runtime.replay_cache import planned
 
 Result = tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]
 
@@ -85,28 +86,27 @@ def chunk_rwkv7(
         >>> o.shape, state.shape
         (torch.Size([1, 100, 2, 64]), torch.Size([1, 2, 64, 64]))
     """
-    return call_delta(
-        "chunk_rwkv7",
-        r,
-        k,
-        v,
-        w,
-        None,
-        GateFlags(True, safe=safe_gate, lower_bound=lower_bound),
-        ChunkFlags(chunk_size, disable_recompute, cu_seqlens_cpu, cp_context, None),
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        flags=Flags(
-            scale=scale,
-            output_final_state=output_final_state,
-            state_v_first=state_v_first,
-            state_dtype=state_dtype,
-            return_intermediate_states=return_intermediate_states,
-            checkpoint_every=checkpoint_every,
-            backend=backend,
-        ),
-        columns=ColumnArguments("given", a, b, names=(("q", "r"), ("g", "w"))),
+    flags = DeltaFlags(
+        op="chunk_rwkv7",
+        channel=True,
+        recurrent=False,
+        scale=scale,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        state_dtype=state_dtype,
+        return_intermediate_states=return_intermediate_states,
+        checkpoint_every=checkpoint_every,
+        backend=backend,
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
+        chunk_size=chunk_size,
+        disable_recompute=disable_recompute,
+        rule="given",
+        names=(("q", "r"), ("g", "w")),
     )
+    given = r, k, v, w, None, initial_state, None, None
+    tensors, flags = delta_arguments(flags, given, cu_seqlens, cu_seqlens_cpu, (a, b, None))
+    return planned(DELTA, tensors, flags) if cp_context is None else run_across_ranks(tensors, flags, cp_context)
 
 
 def fused_recurrent_rwkv7(
@@ -175,28 +175,24 @@ def fused_recurrent_rwkv7(
         >>> o.shape, state.shape
         (torch.Size([1, 100, 2, 64]), torch.Size([1, 2, 64, 64]))
     """
-    return call_delta(
-        "fused_recurrent_rwkv7",
-        r,
-        k,
-        v,
-        w,
-        None,
-        GateFlags(True, safe=safe_gate, lower_bound=lower_bound),
-        None,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        flags=Flags(
-            scale=scale,
-            output_final_state=output_final_state,
-            state_v_first=state_v_first,
-            state_dtype=state_dtype,
-            return_intermediate_states=return_intermediate_states,
-            checkpoint_every=checkpoint_every,
-            backend=backend,
-        ),
-        columns=ColumnArguments("given", a, b, names=(("q", "r"), ("g", "w"))),
+    flags = DeltaFlags(
+        op="fused_recurrent_rwkv7",
+        channel=True,
+        recurrent=True,
+        scale=scale,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        state_dtype=state_dtype,
+        return_intermediate_states=return_intermediate_states,
+        checkpoint_every=checkpoint_every,
+        backend=backend,
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
+        rule="given",
+        names=(("q", "r"), ("g", "w")),
     )
+    given = r, k, v, w, None, initial_state, None, None
+    return planned(DELTA, *delta_arguments(flags, given, cu_seqlens, columns=(a, b, None)))
 
 
 def fused_mul_recurrent_rwkv7(
@@ -265,25 +261,21 @@ def fused_mul_recurrent_rwkv7(
         >>> o.shape, state.shape
         (torch.Size([1, 100, 2, 64]), torch.Size([1, 2, 64, 64]))
     """
-    return call_delta(
-        "fused_mul_recurrent_rwkv7",
-        r,
-        k,
-        v,
-        w,
-        None,
-        GateFlags(True, safe=safe_gate, lower_bound=lower_bound),
-        None,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        flags=Flags(
-            scale=scale,
-            output_final_state=output_final_state,
-            state_v_first=state_v_first,
-            state_dtype=state_dtype,
-            return_intermediate_states=return_intermediate_states,
-            checkpoint_every=checkpoint_every,
-            backend=backend,
-        ),
-        columns=ColumnArguments("rates", kk, a, names=(("q", "r"), ("g", "w"), ("a", "kk"), ("b", "a"))),
+    flags = DeltaFlags(
+        op="fused_mul_recurrent_rwkv7",
+        channel=True,
+        recurrent=True,
+        scale=scale,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        state_dtype=state_dtype,
+        return_intermediate_states=return_intermediate_states,
+        checkpoint_every=checkpoint_every,
+        backend=backend,
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
+        rule="rates",
+        names=(("q", "r"), ("g", "w"), ("a", "kk"), ("b", "a")),
     )
+    given = r, k, v, w, None, initial_state, None, None
+    return planned(DELTA, *delta_arguments(flags, given, cu_seqlens, columns=(kk, a, None)))

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wyfold.autograd.serving_conv import ConvServing, serve_conv
+from wyfold.autograd.serving_conv import serve_conv_op
 from wyfold.kernels import table
 from wyfold.kernels.trial import TOKENS, Sample, Trial, boundary_sample, sample
-from wyfold.ops.plan_cache import cached_plan, plan_key, refuse_gradients
 from wyfold.ops.serving_call import slot_samples
 from wyfold.runtime import check
+from wyfold.runtime.kernel_configs import LaunchKey
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, packed_boundaries
-from wyfold.runtime.replay_cache import replayed
-from wyfold.runtime.torch_ops import refuse_transforms
+from wyfold.runtime.replay_cache import PublicOperator, planned
+from wyfold.runtime.torch_ops import call, refuse_transforms
 
 INDICES = (torch.int32, torch.int64)
 
@@ -86,8 +86,9 @@ def conv1d_update(
         >>> y.shape, [bool(row.any()) for row in y], [n for n in range(8) if pool[n].any()]
         (torch.Size([2, 16]), [True, False], [5])
     """
-    flags = _Flags(state_indices, activation, has_initial_state, num_accepted_tokens, pad_slot_id, backend)
-    return _served("conv1d_update", x, pool, weight, bias, cu_seqlens, out, flags, drafts=True)
+    cu, tokens = boundaries_of(cu_seqlens)
+    tensors = x, pool, weight, bias, state_indices, has_initial_state, num_accepted_tokens, out, cu
+    return planned(_CONV_SERVING, tensors, _Flags("conv1d_update", True, tokens, activation, pad_slot_id, backend))
 
 
 def conv1d_prefill(
@@ -135,115 +136,56 @@ def conv1d_prefill(
         >>> torch.equal(y, wyfold.causal_conv1d(x, weight)[0]), torch.equal(pool[5], x[0, -3:].T)
         (True, True)
     """
-    flags = _Flags(state_indices, activation, has_initial_state, None, pad_slot_id, backend)
-    return _served("conv1d_prefill", x, pool, weight, bias, cu_seqlens, out, flags, drafts=False)
+    cu, tokens = boundaries_of(cu_seqlens)
+    tensors = x, pool, weight, bias, state_indices, has_initial_state, None, out, cu
+    return planned(_CONV_SERVING, tensors, _Flags("conv1d_prefill", False, tokens, activation, pad_slot_id, backend))
 
 
 class _Flags(NamedTuple):
-    """Arguments of both operators other than the convolved tensors."""
+    """Arguments of both operators that are no tensors.
 
-    state_indices: Tensor | None
+    Attributes:
+        op: Operator's name, for messages.
+        drafts: Whether the slot keeps the inputs of every token (`conv1d_update`).
+        tokens: Length of the buffer of a `SequenceLayout`, else None.
+    """
+
+    op: str
+    drafts: bool
+    tokens: int | None
     activation: str | None
-    has_initial_state: Tensor | None
-    num_accepted_tokens: Tensor | None
     pad_slot_id: int
     backend: str | None
 
 
-def _served(
-    op: str,
-    x: Tensor,
-    pool: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    cu_seqlens: Tensor | SequenceLayout | None,
-    out: Tensor | None,
-    flags: _Flags,
-    *,
-    drafts: bool,
-) -> Tensor:
-    """Check, plan, run."""
-
-    def run() -> Tensor:
-        refuse_transforms(op, x, pool, weight, bias, out)
-        return _convolved(op, x, pool, weight, bias, cu_seqlens, out, flags, drafts=drafts)
-
-    source, activation, given, accepted, pad, backend = flags
-    cu, tokens = boundaries_of(cu_seqlens)
-    tensors = x, pool, weight, bias, source, given, accepted, out, cu
-    return replayed(tensors, (op, tokens, activation, pad, backend), run)
-
-
-def _convolved(
-    op: str,
-    x: Tensor,
-    pool: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    cu_seqlens: Tensor | SequenceLayout | None,
-    out: Tensor | None,
-    flags: _Flags,
-    *,
-    drafts: bool,
-) -> Tensor:
-    key = _plan_key(op, x, pool, weight, bias, cu_seqlens, out, flags)
-    backend = cached_plan(key, lambda: _make_plan(op, x, pool, weight, bias, cu_seqlens, out, flags, drafts=drafts))
-    y = x.new_empty(x.shape) if out is None else out
+def _run(backend: str, tensors: tuple[Any, ...], values: tuple[Any, ...]) -> Tensor:
+    (x, pool, weight, bias, slots, given, accepted, out, cu), flags = tensors, _Flags(*values)
+    refuse_transforms(flags.op, *tensors)
+    y: Tensor = x.new_empty(x.shape) if out is None else out
     rows, written = (x[:, None], y[:, None]) if x.ndim == 2 else (x, y)
-    cu = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, SequenceLayout) else cu_seqlens
-    source = None if flags.state_indices is None else flags.state_indices[:, None]
-    serve_conv(
-        ConvServing(
-            rows, weight, bias, pool, source, flags.has_initial_state, flags.num_accepted_tokens, cu, written,
-            flags.pad_slot_id, drafts, flags.activation is not None, op, backend,
-        )
+    source = None if slots is None else slots[:, None]
+    call(
+        serve_conv_op, rows, weight, bias, pool, source, given, accepted, cu, written,
+        flags.pad_slot_id, flags.drafts, flags.activation is not None, flags.op, backend,
     )  # fmt: skip
     return y
 
 
-def _plan_key(
-    op: str,
-    x: Tensor,
-    pool: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    cu_seqlens: Tensor | SequenceLayout | None,
-    out: Tensor | None,
-    flags: _Flags,
-) -> tuple[Any, ...] | None:
-    """Cache key of everything `_make_plan` reads; None if the plan must not be reused."""
-    tokens = 0
-    if isinstance(cu_seqlens, SequenceLayout):
-        tokens, cu_seqlens = cu_seqlens.tokens, cu_seqlens.cu_seqlens
-    tensors = (
-        x, pool, weight, bias, cu_seqlens, out, flags.state_indices, flags.has_initial_state, flags.num_accepted_tokens,
-    )  # fmt: skip
-    steps = [x.stride() if isinstance(x, Tensor) else None for x in (pool, out)]
-    return plan_key(tensors, (op, tokens, *steps, flags.activation, flags.pad_slot_id), flags.backend)
-
-
-def _make_plan(
-    op: str,
-    x: Tensor,
-    pool: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    cu_seqlens: Tensor | SequenceLayout | None,
-    out: Tensor | None,
-    flags: _Flags,
-    *,
-    drafts: bool,
-) -> str:
+def _make_plan(tensors: tuple[Any, ...], values: tuple[Any, ...]) -> str:
     """Check the call and return the backend that will run it."""
+    (x, pool, weight, bias, slots, given_states, accepted, out, cu), flags = tensors, _Flags(*values)
+    op, drafts = flags.op, flags.drafts
+    refuse_transforms(op, *tensors)
     check.choice(op, "activation", flags.activation, (None, "silu", "swish"))
     check.integer(op, "pad_slot_id", flags.pad_slot_id, least=-1)
-    flat = drafts and cu_seqlens is None and check.tensor(op, "x", x).ndim == 2
+    flat = drafts and cu is None and check.tensor(op, "x", x).ndim == 2
     shape = "N D" if flat else "B T D"
     sizes = check.shapes(op, optional=("bias",), x=(x, shape), weight=(weight, "D W"), bias=(bias, "D"))
     D, W = sizes["D"], sizes["W"]
     if not 2 <= W <= 8:
         raise ValueError(f"{op}: weight must be [D, W] with W from 2 to 8, got {list(weight.shape)}")
-    cu = None if cu_seqlens is None else packed_boundaries(op, x, cu_seqlens)
+    if cu is not None:
+        packed_boundaries(op, x, cu, flags.tokens)
     N = x.shape[0] if cu is None else cu.shape[0] - 1
     _check_pool(op, pool, D, W)
     capacity = pool.shape[2] - W + 2
@@ -258,58 +200,53 @@ def _make_plan(
     check.same_attribute(op, "device", **given)
     check.same_attribute(op, "dtype", x=x, out=out)
     check.no_overlap(op, pool=pool, out=out)
-    _check_rows(op, x, N, "state_indices", flags.state_indices, INDICES)
-    _check_rows(op, x, N, "has_initial_state", flags.has_initial_state, (torch.bool,))
-    _check_rows(op, x, N, "num_accepted_tokens", flags.num_accepted_tokens, INDICES)
-    slot = flags.state_indices
-    if slot is not None and check.checking_contents() and check.readable(slot):
-        live = slot[(slot > flags.pad_slot_id) & (slot < pool.shape[0])]
+    _check_rows(op, x, N, "state_indices", slots, INDICES)
+    _check_rows(op, x, N, "has_initial_state", given_states, (torch.bool,))
+    _check_rows(op, x, N, "num_accepted_tokens", accepted, INDICES)
+    if slots is not None and check.checking_contents() and check.readable(slots):
+        live = slots[(slots > flags.pad_slot_id) & (slots < pool.shape[0])]
         if live.unique().numel() != live.numel():
-            raise ValueError(f"{op}: state_indices must hold distinct slots, got {slot.tolist()}")
-    refuse_gradients(op, given)
-    launch = "conv_pool" if drafts else "conv"
+            raise ValueError(f"{op}: state_indices must hold distinct slots, got {slots.tolist()}")
+    check.no_gradients(op, given)
     plan = table.plan(
         op,
         x.device,
         flags.backend,
         forward=("conv_pool",) if drafts else ("state_pool", "conv"),
+        grids=() if cu is None else ("chunk_grid",),
         dtypes=table.dtypes(*given.values()),
-        keys=lambda: [(launch, f"W{W}" if drafts else f"conv W{W}"), *([] if drafts else [("state_pool", "")])],
-        trials=lambda: (_trial(op, x, pool, weight, bias, cu, flags, drafts=drafts, most=capacity),),
+        keys=lambda: (
+            [("conv_pool", LaunchKey(W=W))]
+            if drafts
+            else [("conv", LaunchKey(W=W, launch="conv")), ("state_pool", LaunchKey())]
+        ),
+        trials=lambda: (_trial(tensors, flags, most=capacity),),
     )
     return plan.backend
 
 
-def _trial(
-    op: str,
-    x: Tensor,
-    pool: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    cu: Tensor | None,
-    flags: _Flags,
-    *,
-    drafts: bool,
-    most: int,
-) -> Trial:
+_CONV_SERVING = PublicOperator(_make_plan, _run)
+
+
+def _trial(tensors: tuple[Any, ...], flags: _Flags, *, most: int) -> Trial:
     """A small call with the kernels of this one, of at most so many tokens if it keeps drafts."""
-    tokens = min(most, 5) if drafts else TOKENS
-    D = weight.shape[0]
+    x, pool, weight, bias, slots, given, accepted, _, cu = tensors
+    tokens, D = min(most, 5) if flags.drafts else TOKENS, weight.shape[0]
     return Trial(
-        op,
+        flags.op,
         "serve_conv",
         (
             Sample("normal", x.dtype, "BT", (D,)),
             sample(weight, "normal", ""),
             sample(bias, "normal", ""),
             sample(pool, "normal", "S"),
-            slot_samples(flags.state_indices, None)[0],
-            sample(flags.has_initial_state, "flags", "N"),
-            sample(flags.num_accepted_tokens, "accepted", "N"),
+            slot_samples(slots, None)[0],
+            sample(given, "flags", "N"),
+            sample(accepted, "accepted", "N"),
             boundary_sample(cu),
             Sample("normal", x.dtype, "BT", (D,)),
         ),
-        (-1, drafts, flags.activation is not None, op, "triton"),
+        (-1, flags.drafts, flags.activation is not None, flags.op, "triton"),
         (),
         sequences=9,
         tokens=tokens,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from wyfold.ops.delta_arguments import GateFlags
-from wyfold.ops.plan_cache import refuse_gradients
-from wyfold.ops.serving_call import Arithmetic, SlotFlags, call_served
+from wyfold.ops import serving_call
+from wyfold.ops.serving_call import SERVING, ServingFlags, ServingTensors
 from wyfold.runtime import check
-from wyfold.runtime.layout import SequenceLayout
-from wyfold.runtime.replay_cache import replayed
+from wyfold.runtime.layout import SequenceLayout, boundaries_of
+from wyfold.runtime.options import DeltaOptions
+from wyfold.runtime.replay_cache import PublicOperator, planned
 from wyfold.runtime.torch_ops import in_autocast_dtype
 
 
@@ -97,20 +99,29 @@ def decode(
         >>> [bool(x.any()) for x in pool], [bool(x.any()) for x in o]
         ([True, False, False, False, False, True, False, False], [True, True, False])
     """
-    op = "decode"
-    slots = SlotFlags(
-        pool, state_indices, state_v_first, has_initial_state, output_state_indices, pad_slot_id, out
+    swapped = check.tensor("decode", "q", q).ndim == 4 and q.shape[1] != 1
+    if swapped and q.shape[0] != 1:
+        raise ValueError(f"decode: q must be [N, 1, H, K] or [1, N, H, K], got {list(q.shape)}")
+    flags = ServingFlags(
+        op="decode",
+        channel=_is_channel(g),
+        state_v_first=state_v_first,
+        pad_slot_id=pad_slot_id,
+        scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        use_gate_in_kernel=use_gate_in_kernel,
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
+        backend=backend,
+        swapped=swapped,
+    )
+    tensors = ServingTensors(
+        q, k, v, g, beta, A_log, dt_bias, None, pool, state_indices, output_state_indices, has_initial_state,
+        None, None, None, out,
     )  # fmt: skip
-    gate = GateFlags(_is_channel(g), use_gate_in_kernel, A_log, dt_bias, safe_gate, lower_bound)
-    arithmetic = Arithmetic(
-        scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, backend
-    )  # fmt: skip
-    tokens = q, k, v, g, beta
-    if check.tensor(op, "q", q).ndim == 4 and q.shape[1] != 1:
-        if q.shape[0] != 1:
-            raise ValueError(f"{op}: q must be [N, 1, H, K] or [1, N, H, K], got {list(q.shape)}")
-        return call_served(op, tokens, slots, gate, arithmetic, swapped=True)
-    return call_served(op, tokens, slots, gate, arithmetic)
+    return planned(SERVING, tensors, flags)
 
 
 def decode_packed(
@@ -184,35 +195,51 @@ def decode_packed(
         ... ).shape
         torch.Size([3, 4, 32])
     """
-    op = "decode_packed"
-    sizes = *_pair(op, "heads", heads), *_pair(op, "dims", dims)
-    gate = GateFlags(False, True, A_log, dt_bias, safe_gate, lower_bound)
-    slots = SlotFlags(pool, state_indices, state_v_first, has_initial_state, output_state_indices, pad_slot_id, out)
-    arithmetic = Arithmetic(scale, True, True, allow_neg_eigval, backend)
-
-    def run() -> Tensor:
-        return _decode_packed(op, mixed_qkv, raw_g, raw_beta, slots, sizes, gate, arithmetic)
-
+    sizes = *_pair("decode_packed", "heads", heads), *_pair("decode_packed", "dims", dims)
+    flags = ServingFlags(
+        op="decode_packed",
+        channel=False,  # until raw_g is looked at
+        state_v_first=state_v_first,
+        pad_slot_id=pad_slot_id,
+        scale=scale,
+        use_qk_l2norm_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        allow_neg_eigval=allow_neg_eigval,
+        use_gate_in_kernel=True,
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
+        backend=backend,
+    )
     tensors = (
-        mixed_qkv, raw_g, raw_beta, pool, state_indices, has_initial_state, output_state_indices, out, A_log, dt_bias,
+        mixed_qkv, raw_g, raw_beta, A_log, dt_bias, pool, state_indices, output_state_indices, has_initial_state, out,
     )  # fmt: skip
-    values = op, state_v_first, pad_slot_id, *sizes, scale, safe_gate, lower_bound, allow_neg_eigval, backend
-    return replayed(tensors, values, run)
+    return planned(_DECODE_PACKED, tensors, (*sizes, *flags))
 
 
-def _decode_packed(
-    op: str,
-    mixed_qkv: Tensor,
-    raw_g: Tensor,
-    raw_beta: Tensor,
-    slots: SlotFlags,
-    sizes: tuple[int, int, int, int],
-    gate: GateFlags,
-    arithmetic: Arithmetic,
-) -> Tensor:
-    """Call `decode`'s implementation with q, k and v as views; the gate kind follows from the shape of raw_g."""
-    (H, HV, K, V), out = sizes, slots.out
-    width = 2 * H * K + HV * V
+def _plan_packed(tensors: tuple[Any, ...], values: tuple[Any, ...]) -> DeltaOptions:
+    """Check the call and return its options."""
+    _check_projections(tensors, values)
+    try:
+        return serving_call.make_plan(*_unpacked(tensors, values))
+    except ValueError:
+        # The shared checks name q, k, v, g and beta; raise in the names of this operator's arguments instead.
+        _check_packed(tensors, values)
+        raise
+
+
+def _run_packed(options: DeltaOptions, tensors: tuple[Any, ...], values: tuple[Any, ...]) -> Tensor:
+    o, out = serving_call.run(options, *_unpacked(tensors, values)), tensors[-1]
+    found: Tensor = o[:, 0] if out is None else out
+    return found
+
+
+_DECODE_PACKED = PublicOperator(_plan_packed, _run_packed)
+
+
+def _check_projections(tensors: tuple[Any, ...], values: tuple[Any, ...]) -> None:
+    """Check what `_unpacked` reads."""
+    (mixed_qkv, raw_g, raw_beta, *_, out), (H, HV, K, V) = tensors, values[:4]
+    op, width = "decode_packed", 2 * H * K + HV * V
     if check.tensor(op, "mixed_qkv", mixed_qkv).ndim != 2 or mixed_qkv.shape[1] != width:
         raise ValueError(f"{op}: mixed_qkv must be [N, 2 H K + HV V] = [N, {width}], got {list(mixed_qkv.shape)}")
     N = mixed_qkv.shape[0]
@@ -221,45 +248,38 @@ def _decode_packed(
         wanted = f"[{N}, {HV}], [{N}, {HV}, {K}] or [{N}, {HV * K}]"
         raise ValueError(f"{op}: raw_g must be [N, HV], [N, HV, K] or [N, HV * K] = {wanted}, got {shape}")
     check.shapes(op, known={"N": N, "HV": HV}, raw_beta=(raw_beta, "N HV"))
-    q, k, v = mixed_qkv.split([H * K, H * K, HV * V], 1)
-    if shape == [N, HV * K] and shape != [N, HV]:
-        raw_g = raw_g.unflatten(1, (HV, K))
     if out is not None:
         check.shapes(op, known={"N": N, "HV": HV, "V": V}, out=(out, "N HV V"))
-    tokens = (
+
+
+def _unpacked(tensors: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[ServingTensors, ServingFlags]:
+    """The arguments of `decode`: q, k and v as views; the gate kind follows from the shape of raw_g."""
+    mixed_qkv, raw_g, raw_beta, A_log, dt_bias, pool, source, target, given, out = tensors
+    H, HV, K, V = values[:4]
+    q, k, v = mixed_qkv.split([H * K, H * K, HV * V], 1)
+    if raw_g.shape[1:] == (HV * K,) and raw_g.shape[1:] != (HV,):
+        raw_g = raw_g.unflatten(1, (HV, K))
+    flags = ServingFlags(*values[4:])._replace(channel=raw_g.ndim == 3)
+    unpacked = ServingTensors(
         q.unflatten(1, (H, K))[:, None], k.unflatten(1, (H, K))[:, None], v.unflatten(1, (HV, V))[:, None],
-        raw_g[:, None], raw_beta[:, None],
+        raw_g[:, None], raw_beta[:, None], A_log, dt_bias, None, pool, source, target, given,
+        None, None, None, None if out is None else out[:, None],
     )  # fmt: skip
-    gate = gate._replace(channel=raw_g.ndim == 3)
-    into = slots._replace(out=None if out is None else out[:, None])
-    try:
-        o = call_served(op, tokens, into, gate, arithmetic)
-    except ValueError:
-        # The shared checks name q, k, v, g and beta; raise in the names of this operator's arguments instead.
-        _check_packed(op, mixed_qkv, raw_g, raw_beta, slots, sizes, gate)
-        raise
-    return o[:, 0] if out is None else out
+    return unpacked, flags
 
 
-def _check_packed(
-    op: str,
-    mixed_qkv: Tensor,
-    raw_g: Tensor,
-    raw_beta: Tensor,
-    slots: SlotFlags,
-    sizes: tuple[int, int, int, int],
-    gate: GateFlags,
-) -> None:
-    """Repeat the checks of `call_served` whose messages would name arguments that `decode_packed` does not have."""
-    H, HV, K, V = sizes
+def _check_packed(tensors: tuple[Any, ...], values: tuple[Any, ...]) -> None:
+    """Repeat the shared checks whose messages would name arguments that `decode_packed` does not have."""
+    (mixed_qkv, raw_g, raw_beta, A_log, dt_bias, pool, *_, out), (H, HV, K, V) = tensors, values[:4]
+    op = "decode_packed"
     check.head_groups(op, H, HV, keys="q and k in heads", values="heads")
     check.width(op, "K", "dims", K)
     check.width(op, "V", "dims", V)
     given = {"mixed_qkv": mixed_qkv, "raw_g": raw_g, "raw_beta": raw_beta}
     check.floating(op, mixed_qkv=mixed_qkv, raw_g=raw_g, raw_beta=raw_beta)
-    check.same_attribute(op, "device", **given, A_log=gate.A_log, dt_bias=gate.dt_bias, pool=slots.pool, out=slots.out)
-    check.output_dtype(op, slots.out, mixed_qkv=in_autocast_dtype(mixed_qkv)[0])
-    refuse_gradients(op, given)
+    check.same_attribute(op, "device", **given, A_log=A_log, dt_bias=dt_bias, pool=pool, out=out)
+    check.output_dtype(op, out, mixed_qkv=in_autocast_dtype(mixed_qkv)[0])
+    check.no_gradients(op, given)
 
 
 def verify(
@@ -345,15 +365,28 @@ def verify(
     op = "verify"
     if check.tensor(op, "state_indices", state_indices).ndim != 2 or state_indices.shape[1] < 1:
         raise ValueError(f"{op}: state_indices must be [N, C] with C >= 1, got {list(state_indices.shape)}")
-    slots = SlotFlags(
-        pool, state_indices, state_v_first, has_initial_state, output_state_indices, pad_slot_id, out,
-        num_accepted_tokens, each=True,
+    cu, tokens = boundaries_of(cu_seqlens)
+    flags = ServingFlags(
+        op=op,
+        channel=_is_channel(g),
+        state_v_first=state_v_first,
+        pad_slot_id=pad_slot_id,
+        scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        use_gate_in_kernel=use_gate_in_kernel,
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
+        backend=backend,
+        each=True,
+        tokens=tokens,
+    )
+    tensors = ServingTensors(
+        q, k, v, g, beta, A_log, dt_bias, cu, pool, state_indices, output_state_indices, has_initial_state,
+        num_accepted_tokens, None, None, out,
     )  # fmt: skip
-    gate = GateFlags(_is_channel(g), use_gate_in_kernel, A_log, dt_bias, safe_gate, lower_bound)
-    arithmetic = Arithmetic(
-        scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, backend
-    )  # fmt: skip
-    return call_served(op, (q, k, v, g, beta), slots, gate, arithmetic, cu_seqlens=cu_seqlens)
+    return planned(SERVING, tensors, flags)
 
 
 def prefill(
@@ -439,16 +472,29 @@ def prefill(
         >>> torch.equal(o, whole), torch.equal(pool[5], state[0])
         (True, True)
     """
-    op = "prefill"
-    slots = SlotFlags(
-        pool, state_indices, state_v_first, has_initial_state, output_state_indices, pad_slot_id, out,
-        checkpoint_every=checkpoint_every, checkpoint_pool=checkpoint_pool, checkpoint_indices=checkpoint_indices,
+    cu, tokens = boundaries_of(cu_seqlens)
+    flags = ServingFlags(
+        op="prefill",
+        channel=_is_channel(g),
+        state_v_first=state_v_first,
+        pad_slot_id=pad_slot_id,
+        scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        use_gate_in_kernel=use_gate_in_kernel,
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
+        backend=backend,
+        chunked=True,
+        checkpoint_every=checkpoint_every,
+        tokens=tokens,
+    )
+    tensors = ServingTensors(
+        q, k, v, g, beta, A_log, dt_bias, cu, pool, state_indices, output_state_indices, has_initial_state,
+        None, checkpoint_pool, checkpoint_indices, out,
     )  # fmt: skip
-    gate = GateFlags(_is_channel(g), use_gate_in_kernel, A_log, dt_bias, safe_gate, lower_bound)
-    arithmetic = Arithmetic(
-        scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, backend
-    )  # fmt: skip
-    return call_served(op, (q, k, v, g, beta), slots, gate, arithmetic, cu_seqlens=cu_seqlens, chunked=True)
+    return planned(SERVING, tensors, flags)
 
 
 def _is_channel(g: Tensor | None) -> bool:

@@ -7,17 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wyfold.autograd.serving_ttt import TTTServing, serve_ttt
+from wyfold.autograd.serving_ttt import serve_ttt_op
 from wyfold.kernels import table
 from wyfold.kernels.trial import Trial, sample
-from wyfold.ops.plan_cache import cached_plan, plan_key, refuse_gradients
 from wyfold.ops.serving_call import slot_samples
-from wyfold.ops.ttt_arguments import column, split_numbers
-from wyfold.ops.ttt_checks import check_form, check_tokens
+from wyfold.ops.ttt_call import check_form, check_tokens, column, split_numbers
 from wyfold.ops.ttt_linear import TTTState
 from wyfold.runtime import check
-from wyfold.runtime.replay_cache import replayed
-from wyfold.runtime.torch_ops import in_autocast_dtype, refuse_transforms
+from wyfold.runtime.replay_cache import PublicOperator, planned
+from wyfold.runtime.torch_ops import call, in_autocast_dtype, refuse_transforms
 
 INDICES = (torch.int32, torch.int64)
 
@@ -95,109 +93,103 @@ def ttt_decode(
         >>> pool.position.tolist(), [bool(x.any()) for x in o]
         ([1, 0, 0, 0, 0, 1, 0, 0], [True, True, False])
     """
-    op = "ttt_decode"
     if not isinstance(pool, TTTState):
-        raise TypeError(f"{op}: pool must be a TTTState, got {type(pool).__name__}")
+        raise TypeError(f"ttt_decode: pool must be a TTTState, got {type(pool).__name__}")
     numbers, steps = split_numbers(eta, eta_col)
-
-    def run() -> Tensor:
-        form = residual, scale, eps, chunk_size, pad_slot_id, backend
-        return _ttt_decode(op, q, k, v, w, b, eta, eta_col, pool, state_indices, out, *form)
-
     tensors = q, k, v, w, b, *steps, *pool, state_indices, out
-    return replayed(tensors, (op, *numbers, residual, scale, eps, chunk_size, pad_slot_id, backend), run)
+    return planned(_TTT_DECODE, tensors, (*numbers, residual, scale, eps, chunk_size, pad_slot_id, backend))
 
 
-def _ttt_decode(
-    op: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: Tensor,
-    b: Tensor,
-    eta: Tensor | float,
-    eta_col: Tensor | float | None,
-    pool: TTTState,
-    state_indices: Tensor | None,
-    out: Tensor | None,
-    residual: str,
-    scale: float | None,
-    eps: float,
-    chunk_size: int,
-    pad_slot_id: int,
-    backend: str | None,
-) -> Tensor:
-    """Check, plan, run."""
-    refuse_transforms(op, check.tensor(op, "q", q), k, v, w, b, eta, *pool, out)
-    swapped = q.ndim == 4 and q.shape[1] != 1
-    if swapped:
-        if q.shape[0] != 1:
-            raise ValueError(f"{op}: q must be [N, 1, H, K] or [1, N, H, K], got {list(q.shape)}")
-        q, k, v, eta, eta_col, given = (_swap_batch_time(x) for x in (q, k, v, eta, eta_col, out))
-    else:
-        given = out
-    numbers, steps = split_numbers(eta, eta_col)
-    strides = [x.stride() if isinstance(x, Tensor) else None for x in (*pool, given)]
-    values = op, numbers, *map(type, numbers), residual, scale, eps, chunk_size, pad_slot_id, backend, *strides
-    key = plan_key((q, k, v, w, b, *steps, *pool, state_indices, given), values, backend)
+_OP = "ttt_decode"
 
-    def make_plan() -> tuple[float, str]:
-        check_tokens(op, q, k, v, w, b, eta, eta_col, None)
-        tensors = {"q": q, "k": k, "v": v, "w": w, "b": b, "eta": eta, "eta_col": eta_col, "out": given}
-        tensors |= {f"pool.{name}": x for name, x in zip(TTTState._fields, pool, strict=True)}
-        refuse_gradients(op, tensors)
-        check_form(op, chunk_size, residual, eps, q.dtype)
-        cast = in_autocast_dtype(q, k, v)
-        check.same_attribute(op, "dtype", q=cast[0], k=cast[1], v=cast[2])
-        _check_pool(op, v, pool)
-        _check_slots(op, v, pool, state_indices, pad_slot_id)
-        if given is not None:
-            B, T, HV, D = v.shape
-            check.shapes(op, known={"B": B, "T": T, "HV": HV, "V": D}, out=(given, "B T HV V"))
-            check.output_dtype(op, given, v=cast[2])
-            check.same_attribute(op, "device", v=v, out=given)
-            check.no_overlap(op, out=given)
-        D = v.shape[3]
 
-        def trial() -> Trial:
-            samples = (
-                *(sample(x, "normal" if x is cast[2] else "unit", "BT") for x in cast),
-                sample(column(v, eta), "step", "BT"),
-                None if eta_col is None else sample(column(v, eta_col), "weight", "BT"),
-                sample(w, "weight", ""),
-                sample(b, "step", ""),
-                *(sample(x, "normal", "S") for x in pool[:4]),
-                sample(pool.position, "position", "S"),
-                slot_samples(state_indices, None)[0],
-                sample(v if given is None else given, "normal", "BT"),
-            )
-            values = -1, residual, int(D) ** -0.5, float(eps), chunk_size, "triton"
-            return Trial(op, "serve_ttt", samples, values, (), sequences=9, tokens=1, gradients=False)
+def _make_plan(tensors: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[float, str]:
+    """Check the call; return the factor of q and the backend that will run it."""
+    (q, k, v, eta, eta_col, out), pool = _rows(tensors, values)[0], TTTState(*tensors[7:12])
+    w, b, state_indices, (_, _, residual, scale, eps, chunk_size, pad, backend) = *tensors[3:5], tensors[-2], values
+    refuse_transforms(_OP, *tensors)
+    check_tokens(_OP, q, k, v, w, b, eta, eta_col, None, None)
+    given = {"q": q, "k": k, "v": v, "w": w, "b": b, "eta": eta, "eta_col": eta_col, "out": out}
+    given |= {f"pool.{name}": x for name, x in zip(TTTState._fields, pool, strict=True)}
+    check.no_gradients(_OP, given)
+    check_form(_OP, chunk_size, residual, eps, q.dtype)
+    cast = in_autocast_dtype(q, k, v)
+    check.same_attribute(_OP, "dtype", q=cast[0], k=cast[1], v=cast[2])
+    _check_pool(_OP, v, pool)
+    _check_slots(_OP, v, pool, state_indices, pad)
+    if out is not None:
+        B, T, HV, D = v.shape
+        check.shapes(_OP, known={"B": B, "T": T, "HV": HV, "V": D}, out=(out, "B T HV V"))
+        check.output_dtype(_OP, out, v=cast[2])
+        check.same_attribute(_OP, "device", v=v, out=out)
+        check.no_overlap(_OP, out=out)
+    D = v.shape[3]
 
-        plan = table.plan(
-            op,
-            v.device,
-            backend,
-            forward=("ttt_decode",),
-            dtypes=table.dtypes(*cast, *pool[:4]),
-            keys=lambda: [("ttt_decode", table.kernel_module("ttt_decode", "triton").launch_key(D))],
-            trials=lambda: (trial(),),
+    def trial() -> Trial:
+        samples = (
+            *(sample(x, "normal" if x is cast[2] else "unit", "BT") for x in cast),
+            sample(column(v, eta), "step", "BT"),
+            None if eta_col is None else sample(column(v, eta_col), "weight", "BT"),
+            sample(w, "weight", ""),
+            sample(b, "step", ""),
+            *(sample(x, "normal", "S") for x in pool[:4]),
+            sample(pool.position, "position", "S"),
+            slot_samples(state_indices, None)[0],
+            sample(v if out is None else out, "normal", "BT"),
         )
-        return int(D) ** -0.5 if scale is None else check.number(op, "scale", scale), plan.backend
+        values = -1, residual, int(D) ** -0.5, float(eps), chunk_size, "triton"
+        return Trial(_OP, "serve_ttt", samples, values, (), sequences=9, tokens=1, gradients=False)
 
-    factor, chosen = cached_plan(key, make_plan)
+    plan = table.plan(
+        _OP,
+        v.device,
+        backend,
+        forward=("ttt_decode",),
+        dtypes=table.dtypes(*cast, *pool[:4]),
+        keys=lambda: [("ttt_decode", table.kernel_module("ttt_decode", "triton").launch_key(D))],
+        trials=lambda: (trial(),),
+    )
+    return int(D) ** -0.5 if scale is None else check.number(_OP, "scale", scale), plan.backend
+
+
+def _run(plan: tuple[float, str], tensors: tuple[Any, ...], values: tuple[Any, ...]) -> Tensor:
+    ((q, k, v, eta, eta_col, out), swapped), slots = _rows(tensors, values), tensors[-2]
+    (scale, backend), (_, _, residual, _, eps, chunk_size, pad, _) = plan, values
+    refuse_transforms(_OP, *tensors)
     step, col = column(v, eta), None if eta_col is None else column(v, eta_col)
     q, k, v = in_autocast_dtype(q, k, v)
-    o = v.new_empty(v.shape) if given is None else given
-    source = None if state_indices is None else state_indices[:, None]
-    serve_ttt(
-        TTTServing(
-            q, k, v, step, col, w, b, *pool, source, o, pad_slot_id, residual, factor, float(eps), chunk_size, chosen
-        )
+    o = v.new_empty(v.shape) if out is None else out
+    source = None if slots is None else slots[:, None]
+    call(
+        serve_ttt_op, q, k, v, step, col, *tensors[3:5], *tensors[7:12], source, o,
+        pad, residual, scale, float(eps), chunk_size, backend,
     )  # fmt: skip
-    if out is not None:
-        return out
+    given: Tensor | None = tensors[-1]
+    if given is not None:
+        return given
     return o.transpose(0, 1) if swapped else o
+
+
+_TTT_DECODE = PublicOperator(_make_plan, _run)
+
+
+def _rows(tensors: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[list[Any], bool]:
+    """The tokens of a call, whose arguments may still be invalid, with one token in each row.
+
+    Returns:
+        q, k, v, eta and eta_col (tensors or numbers), and out; whether the caller's are [1, N, ..].
+
+    Raises:
+        TypeError: q is no tensor.
+        ValueError: q is neither [N, 1, ..] nor [1, N, ..].
+    """
+    (q, k, v, _, _, eta, col, *_, out), (eta_number, col_number, *_) = tensors, values
+    eta, col = eta if eta_number is None else eta_number, col if col_number is None else col_number
+    swapped = check.tensor(_OP, "q", q).ndim == 4 and q.shape[1] != 1
+    if swapped and q.shape[0] != 1:
+        raise ValueError(f"{_OP}: q must be [N, 1, H, K] or [1, N, H, K], got {list(q.shape)}")
+    tokens = [q, k, v, eta, col, out]
+    return [_swap_batch_time(x) for x in tokens] if swapped else tokens, swapped
 
 
 def _check_pool(op: str, v: Tensor, pool: TTTState) -> None:

@@ -13,12 +13,12 @@ from wyfold.autograd.row_alignment import aligned, alignment_copies
 from wyfold.autograd.workspace import WorkspacePart
 from wyfold.kernels import table
 from wyfold.kernels.trial import Trial, boundary_sample, sample
-from wyfold.ops.plan_cache import cached_plan, plan_key, refuse_gradients
 from wyfold.runtime import check
 from wyfold.runtime.chunk_layout import CHUNK_SIZES, ChunkGrid
+from wyfold.runtime.kernel_configs import LaunchKey
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, legal_boundaries, packed_boundaries
 from wyfold.runtime.plan import Plan, explaining
-from wyfold.runtime.replay_cache import replayed
+from wyfold.runtime.replay_cache import PublicOperator, planned
 from wyfold.runtime.torch_ops import call, refuse_transforms, register
 from wyfold.tile.rows.eager import widest
 
@@ -76,38 +76,43 @@ def solve_tril(
         >>> bool((torch.cat(outputs) - truth[0, :, 0]).abs().max() < 1e-5), bool((S - state[0, 0]).abs().max() < 1e-5)
         (True, True)
     """
-    op = "solve_tril"
     cu, tokens = boundaries_of(cu_seqlens)
-    tensors, values = (A, cu), (op, tokens, output_dtype, backend)
+    return planned(_SOLVE_TRIL, (A, cu), (tokens, output_dtype, backend))
 
-    def make_plan() -> tuple[torch.dtype, str]:
-        check.shapes(op, A=(A, "B T H C"))
-        refuse_gradients(op, {"A": A})
-        check.floating(op, A=A)
-        if A.shape[2] < 1 or A.shape[3] not in CHUNK_SIZES:
-            raise ValueError(f"{op}: A must be [B, T, H, C] with H >= 1 and C = 16, 32 or 64, got {list(A.shape)}")
-        check.dtype_option(op, "output_dtype", output_dtype)
-        if cu_seqlens is not None:
-            packed_boundaries(op, A, cu_seqlens)
-        if check.checking_contents() and check.readable(A):
-            _check_triangle(op, A, cu)
-        H, C = A.shape[2:]
-        stored = output_dtype or widest(A)
-        per_part = _chunks_per_part(C, H, C, widest(A))
 
-        def trial() -> Trial:
-            samples = sample(A, "triangle", "BT"), None
-            return Trial(op, "solve_tril", samples, (stored, "triton"), ("X",), gradients=False)
+def _plan_solve_tril(tensors: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[torch.dtype, str]:
+    """Check the call; return the dtype of the result and the backend that will run it."""
+    op, (A, cu), (tokens, output_dtype, backend) = "solve_tril", tensors, values
+    check.shapes(op, A=(A, "B T H C"))
+    check.no_gradients(op, {"A": A})
+    check.floating(op, A=A)
+    if A.shape[2] < 1 or A.shape[3] not in CHUNK_SIZES:
+        raise ValueError(f"{op}: A must be [B, T, H, C] with H >= 1 and C = 16, 32 or 64, got {list(A.shape)}")
+    check.dtype_option(op, "output_dtype", output_dtype)
+    if cu is not None:
+        packed_boundaries(op, A, cu, tokens)
+    if check.checking_contents() and check.readable(A):
+        _check_triangle(op, A, cu)
+    H, C = A.shape[2:]
+    stored = output_dtype or widest(A)
+    per_part = lambda: _chunks_per_part(C, H, C, widest(A))
 
-        dtypes = A.dtype, stored
-        plan = _plan(op, A, cu, C, per_part, backend, dtypes, lambda it: it.launch_key(A.dtype, C), trial)
-        return stored, plan.backend
+    def trial() -> Trial:
+        samples = sample(A, "triangle", "BT"), None
+        return Trial(op, "solve_tril", samples, (stored, "triton"), ("X",), gradients=False)
 
-    def run() -> Tensor:
-        refuse_transforms("solve_tril", A)
-        return _Constant.apply(_solve_tril_op, A, cu, *cached_plan(plan_key(tensors, values, backend), make_plan))
+    dtypes = A.dtype, stored
+    plan = _plan(op, A, cu, C, per_part, backend, dtypes, lambda it: it.launch_key(A.dtype, C), trial)
+    return stored, plan.backend
 
-    return replayed(tensors, values, run)
+
+def _run_solve_tril(plan: tuple[torch.dtype, str], tensors: tuple[Any, ...], values: tuple[Any, ...]) -> Tensor:
+    refuse_transforms("solve_tril", tensors[0])
+    found: Tensor = _Constant.apply(_solve_tril_op, *tensors, *plan)
+    return found
+
+
+_SOLVE_TRIL = PublicOperator(_plan_solve_tril, _run_solve_tril)
 
 
 def chunk_scaled_dot_kkt(
@@ -158,53 +163,58 @@ def chunk_scaled_dot_kkt(
         >>> wyfold.chunk_scaled_dot_kkt(k, beta, chunk_size=16).shape
         torch.Size([1, 100, 4, 16])
     """
-    op = "chunk_scaled_dot_kkt"
     cu, tokens = boundaries_of(cu_seqlens)
-    tensors, values = (k, beta, g, cu), (op, tokens, chunk_size, output_dtype, backend)
+    return planned(_KKT, (k, beta, g, cu), (tokens, chunk_size, output_dtype, backend))
 
-    def make_plan() -> tuple[torch.dtype, str]:
-        channel = isinstance(g, Tensor) and g.ndim == 4
-        gate = (g, "B T HV K" if channel else "B T HV")
-        sizes = check.shapes(op, optional=("g",), k=(k, "B T H K"), beta=(beta, "B T HV"), g=gate)
-        refuse_gradients(op, {"k": k, "beta": beta, "g": g})
-        H, HV = sizes["H"], sizes["HV"]
-        check.head_groups(op, H, HV, keys="k", values="beta")
-        check.width(op, "K", "k", sizes["K"])
-        check.floating(op, k=k, beta=beta, g=g)
-        check.same_attribute(op, "device", k=k, beta=beta, g=g)
-        check.choice(op, "chunk_size", chunk_size, CHUNK_SIZES)
-        check.dtype_option(op, "output_dtype", output_dtype)
-        if cu_seqlens is not None:
-            packed_boundaries(op, k, cu_seqlens)
-        if g is not None:
-            check.log_gates(op, g, cu)
-        per_part = _chunks_per_part(chunk_size, HV, max(sizes["K"], chunk_size), widest(k, beta, g))
-        stored = output_dtype or widest(k, beta, g)
 
-        def key(it: Any) -> str:
-            return str(it.launch_key(k.dtype, sizes["K"], chunk_size, it.gate_kind(g)))
+def _plan_kkt(tensors: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[torch.dtype, str]:
+    """Check the call; return the dtype of the result and the backend that will run it."""
+    op, (k, beta, g, cu), (tokens, chunk_size, output_dtype, backend) = "chunk_scaled_dot_kkt", tensors, values
+    channel = isinstance(g, Tensor) and g.ndim == 4
+    gate = (g, "B T HV K" if channel else "B T HV")
+    sizes = check.shapes(op, optional=("g",), k=(k, "B T H K"), beta=(beta, "B T HV"), g=gate)
+    check.no_gradients(op, {"k": k, "beta": beta, "g": g})
+    H, HV = sizes["H"], sizes["HV"]
+    check.head_groups(op, H, HV, keys="k", values="beta")
+    check.width(op, "K", "k", sizes["K"])
+    check.floating(op, k=k, beta=beta, g=g)
+    check.same_attribute(op, "device", k=k, beta=beta, g=g)
+    check.choice(op, "chunk_size", chunk_size, CHUNK_SIZES)
+    check.dtype_option(op, "output_dtype", output_dtype)
+    if cu is not None:
+        packed_boundaries(op, k, cu, tokens)
+    if g is not None:
+        check.log_gates(op, g, cu)
+    per_part = lambda: _chunks_per_part(chunk_size, HV, max(sizes["K"], chunk_size), widest(k, beta, g))
+    stored = output_dtype or widest(k, beta, g)
 
-        def trial() -> Trial:
-            samples = (
-                sample(k, "unit", "BT"),
-                sample(beta, "strength", "BT"),
-                sample(g, "decay", "BT"),
-                boundary_sample(cu),
-            )
-            values = chunk_size, stored, "triton"
-            return Trial(op, op, samples, values, ("L",), sequences=4, packed=cu is not None, gradients=False)
+    def key(it: Any) -> LaunchKey:
+        found: LaunchKey = it.launch_key(k.dtype, sizes["K"], chunk_size, it.gate_kind(g))
+        return found
 
-        copies = alignment_copies(k=k, g=g) if channel and explaining() else ()
-        dtypes = *table.dtypes(k, beta, g), stored
-        plan = _plan(op, k, cu, chunk_size, per_part, backend, dtypes, key, trial, copies)
-        return stored, plan.backend
+    def trial() -> Trial:
+        samples = (
+            sample(k, "unit", "BT"),
+            sample(beta, "strength", "BT"),
+            sample(g, "decay", "BT"),
+            boundary_sample(cu),
+        )
+        values = chunk_size, stored, "triton"
+        return Trial(op, op, samples, values, ("L",), sequences=4, packed=cu is not None, gradients=False)
 
-    def run() -> Tensor:
-        chosen = cached_plan(plan_key(tensors, values, backend), make_plan)
-        refuse_transforms("chunk_scaled_dot_kkt", k, beta, g)
-        return _Constant.apply(_kkt_op, k, beta, g, cu, chunk_size, *chosen)
+    copies = alignment_copies(k=k, g=g) if channel and explaining() else ()
+    dtypes = *table.dtypes(k, beta, g), stored
+    plan = _plan(op, k, cu, chunk_size, per_part, backend, dtypes, key, trial, copies)
+    return stored, plan.backend
 
-    return replayed(tensors, values, run)
+
+def _run_kkt(plan: tuple[torch.dtype, str], tensors: tuple[Any, ...], values: tuple[Any, ...]) -> Tensor:
+    refuse_transforms("chunk_scaled_dot_kkt", *tensors[:3])
+    found: Tensor = _Constant.apply(_kkt_op, *tensors, values[1], *plan)
+    return found
+
+
+_KKT = PublicOperator(_plan_kkt, _run_kkt)
 
 
 class _Constant(torch.autograd.Function):
@@ -237,31 +247,32 @@ def _plan(
     x: Tensor,
     cu: Tensor | None,
     chunk_size: int,
-    per_part: int,
+    per_part: Callable[[], int],
     backend: str | None,
     dtypes: tuple[torch.dtype, ...],
-    key: Callable[[Any], str],
+    key: Callable[[Any], LaunchKey],
     trial: Callable[[], Trial],
     copies: tuple[str, ...] = (),
 ) -> Plan:
     """Plan of one of the two operators.
 
     Args:
+        per_part: Returns the most chunks of an eager part.
         key: Maps the kernel's module to the launch key.
         trial: Returns a small call with the same kernels.
         copies: Names of the arguments that kernels copy first.
     """
     N = None if cu is None else cu.shape[0] - 1
-    parts = workspace.part_count(x.shape[0], x.shape[1], N, chunk_size, per_part)
     stage = "solve_tril" if op == "solve_tril" else "kkt"
     return table.plan(
         op,
         x.device,
         backend,
         forward=(stage,),
+        grids=() if cu is None else ("chunk_grid",),
         dtypes=dtypes,
         chunk_size=chunk_size,
-        parts=parts,
+        parts=lambda: workspace.part_count(x.shape[0], x.shape[1], N, chunk_size, per_part()),
         kernel_copies=copies,
         keys=lambda: [(stage, key(table.kernel_module(stage, "triton")))],
         trials=lambda: (trial(),),

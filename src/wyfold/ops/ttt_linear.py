@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from wyfold.context_parallel.context import ContextParallel
-from wyfold.ops.ttt_arguments import TTTCall, TTTForm, split_numbers
-from wyfold.ops.ttt_call import call_ttt
-from wyfold.runtime.layout import SequenceLayout, boundaries_of
-from wyfold.runtime.replay_cache import replayed
+from wyfold.ops.ttt_call import TTT_LINEAR, TTTFlags, run_across_ranks, ttt_arguments
+from wyfold.runtime.layout import SequenceLayout
+from wyfold.runtime.replay_cache import planned
 
 
 class TTTState(NamedTuple):
@@ -130,20 +129,17 @@ def chunk_ttt_linear(
         >>> o.shape, S.shape, c.shape
         (torch.Size([1, 100, 2, 16]), torch.Size([1, 2, 16, 16]), torch.Size([1, 2, 1, 16]))
     """
-    op = "chunk_ttt_linear"
-    states, final, keep = (initial_state, initial_state_bias), output_final_state, disable_recompute
-    form = TTTForm(residual, scale, eps, chunk_size, state_v_first, state_dtype, final, keep, batch_invariant)
-
-    def run() -> tuple[Tensor, Tensor | None, Tensor | None]:
-        result = call_ttt(TTTCall(op, q, k, v, w, b, eta, eta_col, states, cu_seqlens, cp_context, form, backend))
-        return (result.o, result.state, result.bias) if final else (result.o, None, None)
-
-    if cp_context is not None:
-        return run()
-    numbers, steps = split_numbers(eta, eta_col)
-    cu, tokens_of_layout = boundaries_of(cu_seqlens)
-    values = op, *numbers, tokens_of_layout, *form, backend
-    return replayed((q, k, v, w, b, *steps, *states, cu), values, run)
+    flags = TTTFlags(
+        "chunk_ttt_linear", False, residual, scale, eps, chunk_size, state_v_first, state_dtype, output_final_state,
+        disable_recompute, batch_invariant, backend,
+    )  # fmt: skip
+    states = initial_state, initial_state_bias, None, None, None
+    tensors, flags = ttt_arguments(flags, (q, k, v, w, b), eta, eta_col, states, cu_seqlens)
+    if cp_context is None:
+        o, state, bias, *_ = planned(TTT_LINEAR, tensors, flags)
+        return o, state, bias
+    result = run_across_ranks(tensors, flags, cp_context)
+    return (result.o, result.state, result.bias) if output_final_state else (result.o, None, None)
 
 
 fused_chunk_ttt_linear = chunk_ttt_linear
@@ -214,7 +210,9 @@ def fused_recurrent_ttt_linear(
     op = "fused_recurrent_ttt_linear"
     if state is not None and not isinstance(state, TTTState):
         raise TypeError(f"{op}: state must be a TTTState or None, got {type(state).__name__}")
-    form = TTTForm(residual, scale, eps, chunk_size, False, None, output_final_state, False, False)
-    states = () if state is None else state
-    result = call_ttt(TTTCall(op, q, k, v, w, b, eta, eta_col, states, cu_seqlens, None, form, backend, recurrent=True))
-    return result.o, TTTState(*result[1:]) if output_final_state else None
+    flags = TTTFlags(
+        op, True, residual, scale, eps, chunk_size, False, None, output_final_state, False, False, backend
+    )  # fmt: skip
+    states = (None,) * 5 if state is None else state
+    o, *final = planned(TTT_LINEAR, *ttt_arguments(flags, (q, k, v, w, b), eta, eta_col, states, cu_seqlens))
+    return o, TTTState(*final) if output_final_state else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -258,6 +258,21 @@ def width(op: str, letter: str, name: str, size: int, *, most: int = 256) -> Non
     """Raise unless a head width is one that kernels support: a multiple of 8 from 8 to `most`."""
     if size % 8 != 0 or not 8 <= size <= most:
         raise ValueError(f"{op}: {name} must have width {letter} a multiple of 8 from 8 to {most}, got {size}")
+
+
+def any_requires_grad(given: Iterable[Tensor | None]) -> bool:
+    """Whether gradients are enabled and one of the tensors requires one."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+
+
+def no_gradients(op: str, tensors: Mapping[str, object]) -> None:
+    """Raise if a tensor requires a gradient, for an operator without a backward."""
+    for name, x in tensors.items():
+        if isinstance(x, Tensor) and any_requires_grad([x]):
+            raise ValueError(
+                f"{op}: {name} must not require a gradient, got one that does; the operator has no backward, "
+                "so call it under torch.no_grad()"
+            )
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

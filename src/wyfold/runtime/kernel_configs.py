@@ -1,6 +1,12 @@
-"""Launch configurations of the kernels: tables of rows, one JSON file per GPU architecture.
+"""Launch configurations of the kernels, and where Gluon kernels are launched: tables of rows, keyed by `LaunchKey`.
 
-Configurations are data that was measured in advance. Nothing is timed in a user's process.
+Two kinds of tables, which do not depend on each other:
+
+- Tuning: `configs/default.json`, and the rows that differ on an architecture in `configs/<architecture>.json`.
+- Dispatch: `configs/dispatch.json`, the keys for which an architecture launches a Gluon kernel instead of Triton's,
+  and with which card, toolchain and commit that was proved.
+
+Both are data that was measured in advance. Nothing is timed in a user's process.
 """
 
 from __future__ import annotations
@@ -12,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,42 +57,168 @@ def _options(warps: int, stages: int, registers: int | None, contract: bool) -> 
     return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": contract, **limit}
 
 
-def tuned(kernel: str, key: str, device: torch.device) -> Config:
-    """The configuration of a kernel for a key, from the table of the device's architecture.
+class LaunchKey(NamedTuple):
+    """What the best configuration of a kernel depends on. A row of a table has one too: None fits any value.
+
+    Written as words in tables and plans, such as "bf16 K128 V128 C64 scalar WF", or "default" for no field.
+
+    Attributes:
+        dtype: Of the tokens, or of stored states: "bf16", "fp16" or "fp32".
+        K, V: Head widths.
+        BK, BV: Tile widths of K and V, in a row only: it then fits all widths of the tile.
+        C: Chunk size.
+        W: Taps of a filter.
+        order: Layout of states: "KV", or "VK" if they are V-first.
+        gate: Kind of the gate: "none", "scalar" or "channel".
+        form: Factors that the scans read: "EF", or "WF" if unfolded.
+        launch: Which of a stage's launches.
+        group: Value heads of a key head.
+        norm: `prepare` normalises the rows of q and k.
+        kept: Intermediate states are stored.
+        wide: The output has another dtype than v.
+        alone: Every sequence has one token.
+        low_occupancy: The programs fill at most half of the GPU's multiprocessors.
+    """
+
+    dtype: str | None = None
+    K: int | None = None
+    V: int | None = None
+    BK: int | None = None
+    BV: int | None = None
+    C: int | None = None
+    W: int | None = None
+    order: str | None = None
+    gate: str | None = None
+    form: str | None = None
+    launch: str | None = None
+    group: int | None = None
+    norm: bool = False
+    kept: bool = False
+    wide: bool = False
+    alone: bool = False
+    low_occupancy: bool = False
+
+    @classmethod
+    def parse(cls, words: str) -> LaunchKey:
+        """The key that is written as these words.
+
+        Raises:
+            ValueError: Two words are of one field, or a word is of none.
+        """
+        found: dict[str, Any] = {}
+        for word in words.split() if words != "default" else ():
+            name, value = _field(word)
+            if name in found:
+                raise ValueError(f"launch key {words!r}: {word} is the second word for {name}")
+            found[name] = value
+        return cls(**found)
+
+    def __str__(self) -> str:
+        words = []
+        for name, value in self.fields().items():
+            if value is True:
+                words.append(name)
+            else:
+                words.append(f"{_PREFIXES[name]}{value}" if name in _PREFIXES else str(value))
+        return " ".join(words) or "default"
+
+    @property
+    def per_channel(self) -> bool:
+        """Whether every key channel has another decay."""
+        return self.gate == "channel"
+
+    def fields(self) -> dict[str, Any]:
+        """The fields that are set."""
+        return {name: x for name, x in zip(self._fields, self, strict=True) if x is not None and x is not False}
+
+    def fits(self, key: LaunchKey) -> bool:
+        """Whether this row is for launches with a key."""
+        return all(
+            key.tile(name) == x if name in ("BK", "BV") else getattr(key, name) == x
+            for name, x in self.fields().items()
+        )
+
+    def rank(self) -> tuple[int, list[int]]:
+        """How specific this row is. Two rows that fit one key have different ranks."""
+        places = [n for n, name in enumerate(self._fields) if name in self.fields()]
+        return len(places), places[::-1]
+
+    def tile(self, name: str) -> int | None:
+        """The tile width "BK" or "BV" of the key."""
+        width: int | None = getattr(self, name[1])
+        return None if width is None else tile_width(width)
+
+
+_PREFIXES = {"K": "K", "V": "V", "BK": "BK", "BV": "BV", "C": "C", "W": "W", "group": "GR"}
+"""Fields that are numbers, and what is written before the number."""
+
+_CHOICES = {
+    "dtype": ("bf16", "fp16", "fp32"),
+    "order": ("KV", "VK"),
+    "gate": ("none", "scalar", "channel"),
+    "form": ("EF", "WF"),
+}
+
+
+def _field(word: str) -> tuple[str, Any]:
+    """Field and value of a word of a key."""
+    for name, values in _CHOICES.items():
+        if word in values:
+            return name, word
+    if word in LaunchKey._fields[-5:]:
+        return word, True
+    letters = word.rstrip("0123456789")
+    for name, prefix in _PREFIXES.items():
+        if letters == prefix and letters != word:
+            return name, int(word[len(letters) :])
+    if word.isidentifier() and word.islower():
+        return "launch", word
+    raise ValueError(f"launch key: {word!r} is a word of no field")
+
+
+def tuned(kernel: str, key: LaunchKey, device: torch.device) -> Config:
+    """The configuration of a kernel for a key, from the tables of the device's architecture.
 
     Args:
-        kernel: Name in `configs/<architecture>.json`, "stage.backend".
-        key: What the best configuration depends on, as words, such as "bf16 K128 V128 C64 scalar WF".
-        device: Device of the tensors. On the CPU, where the interpreter runs, the table of sm_90 is used.
+        kernel: Name in the tables, "stage.backend".
+        key: What the best configuration depends on.
+        device: Device of the tensors. On the CPU, where the interpreter runs, the tables of sm_90 are used.
     """
     architecture = triton_support.architecture(device)
     return _table(architecture)[kernel][row(architecture, kernel, key)]
 
 
 @functools.cache
-def row(architecture: str, kernel: str, key: str) -> str:
-    """Name of the row for a key: the row with the most words, among those whose words are all in the key.
+def row(architecture: str, kernel: str, key: LaunchKey) -> str:
+    """Words of the row for a key: of those that fit, the one with the most fields.
 
-    The row "default" has no words. A width in a key counts as two words: K200 is also BK256, its tile width.
+    Of two with as many, the one with a later field, such as the launch rather than the dtype.
     """
-    words = _words(key)
-    fitting = [name for name in _table(architecture)[kernel] if name == "default" or words.issuperset(name.split())]
-    return max(fitting, key=lambda name: 0 if name == "default" else len(name.split()))
+    rows = {words: LaunchKey.parse(words) for words in _table(architecture)[kernel]}
+    return max((words for words, found in rows.items() if found.fits(key)), key=lambda words: rows[words].rank())
 
 
 @functools.cache
-def has_row(architecture: str, kernel: str, key: str) -> bool:
-    """Whether the file of an architecture has a row for a key of `kernel`, which may be missing or have no default.
+def dispatched(architecture: str, stage: str, key: LaunchKey) -> bool:
+    """Whether an architecture launches a stage's Gluon kernel for a key, by `configs/dispatch.json`."""
+    rows = dispatch_table().get(architecture, ())
+    return any(found["stage"] == stage and LaunchKey.parse(found["key"]).fits(key) for found in rows)
 
-    An architecture without a file has none: the rows that it borrows are for Triton's kernels only.
+
+@functools.cache
+def dispatch_table() -> dict[str, list[dict[str, Any]]]:
+    """Architecture -> rows of the dispatch table.
+
+    Each has the stage, the key, and `proved` where a stored result has it: card, versions and commit with which the
+    kernel was checked and timed, and the result's name in docs/results.
     """
-    rows = shipped(architecture).get(kernel, {}) if architecture in _files() else {}
-    return any(set(key.split()).issuperset(name.split()) for name in rows)
+    found: dict[str, list[dict[str, Any]]] = json.loads(triton_support.config_text("dispatch"))
+    return found
 
 
-def with_occupancy_hint(key: str, programs: int, device: torch.device) -> str:
-    """The key, with the word "low_occupancy" added if the programs fill at most half of the GPU's multiprocessors."""
-    return f"{key} low_occupancy" if 2 * programs <= processors(device) else key
+def with_occupancy_hint(key: LaunchKey, programs: int, device: torch.device) -> LaunchKey:
+    """The key, with `low_occupancy` if the programs fill at most half of the GPU's multiprocessors."""
+    return key._replace(low_occupancy=True) if 2 * programs <= processors(device) else key
 
 
 @functools.cache
@@ -101,26 +233,13 @@ def tile_width(width: int) -> int:
 
 
 @functools.cache
-def hardware_limit(architecture: str, kernel: str, key: str) -> str:
+def hardware_limit(architecture: str, kernel: str, key: LaunchKey) -> str:
     """Reason why a kernel with this key exceeds the GPU's resources, from `configs/support.json`; empty if it fits."""
     for limit in json.loads(triton_support.config_text("support"))["beyond"]:
-        listed, words = borrowed_from(architecture) in limit["architectures"], limit["key"].split()
-        if kernel == limit["kernel"] and listed and _words(key).issuperset(words):
+        listed = borrowed_from(architecture) in limit["architectures"]
+        if kernel == limit["kernel"] and listed and LaunchKey.parse(limit["key"]).fits(key):
             return f"{limit['reason']} on {architecture}; {limit['remedy']}"
     return ""
-
-
-def _words(key: str) -> set[str]:
-    """Words of a key, with both words of each width."""
-    return {word for exact in key.split() for word in (exact, _tile(exact))}
-
-
-def _tile(word: str) -> str:
-    """The tile width of a width, such as BK256 for K200; any other word unchanged."""
-    name, width = word[:1], word[1:]
-    if name not in ("K", "V") or not width.isdigit():
-        return word
-    return f"B{name}{tile_width(int(width))}"
 
 
 def dtype_word(dtype: torch.dtype) -> str:
@@ -129,8 +248,19 @@ def dtype_word(dtype: torch.dtype) -> str:
 
 
 def shipped(architecture: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """Table of an architecture as its file has it: kernel -> row -> fields. Without a file, that of a similar one."""
-    rows: dict[str, dict[str, dict[str, Any]]] = json.loads(triton_support.config_text(borrowed_from(architecture)))
+    """Tuning table of an architecture: kernel -> row -> fields. The defaults, with the architecture's own rows.
+
+    An architecture without a file has those of a similar one.
+    """
+    rows = overrides("default")
+    for kernel, own in overrides(borrowed_from(architecture)).items():
+        rows[kernel] = {**rows.get(kernel, {}), **own}
+    return rows
+
+
+def overrides(name: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """Rows of one file: an architecture's own ones, or the defaults."""
+    rows: dict[str, dict[str, dict[str, Any]]] = json.loads(triton_support.config_text(name))
     return rows
 
 

@@ -292,12 +292,16 @@ def legal_boundaries(op: str, cu_seqlens: Tensor, tokens: int, name: str = "cu_s
     return cu
 
 
-def packed_boundaries(op: str, x: Tensor, cu_seqlens: Tensor | SequenceLayout) -> Tensor:
-    """Check cu_seqlens against a packed batch x [1, T, ...], and return the boundaries as a tensor on x's device."""
-    if isinstance(cu_seqlens, SequenceLayout):
-        if cu_seqlens.tokens != x.shape[1]:
-            raise ValueError(f"{op}: cu_seqlens must be a layout of T = {x.shape[1]} tokens, got {cu_seqlens.tokens}")
-        cu_seqlens = cu_seqlens.cu_seqlens
+def packed_boundaries(op: str, x: Tensor, cu_seqlens: Tensor, tokens: int | None = None) -> Tensor:
+    """Check cu_seqlens against a packed batch x [1, T, ...], and return it.
+
+    Args:
+        op: Operator's name, for messages.
+        x: A tensor of the batch.
+        cu_seqlens, tokens: Results of `boundaries_of`.
+    """
+    if tokens is not None and tokens != x.shape[1]:
+        raise ValueError(f"{op}: cu_seqlens must be a layout of T = {x.shape[1]} tokens, got {tokens}")
     cu = boundaries(op, cu_seqlens)
     if x.shape[0] != 1:
         raise ValueError(f"{op}: cu_seqlens must come with a batch of B = 1, got B = {x.shape[0]}")

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from wyfold.runtime import kernel_launch, torch_ops, triton_support
+from wyfold.runtime import kernel_launch, torch_modes, triton_support
 from wyfold.runtime.recorder import ALL_GATHER, ALLOCATIONS, REPEATABLE, WAIT_TENSOR, OperationMode
 
 THREADS = 8
@@ -53,7 +53,7 @@ def _precompile(run: Callable[[], object], device: torch.device) -> None:
     dry_run = kernel_launch.dry_run(compile_kernel)
     with contextlib.suppress(Exception), threads:
         with mode(threads, ignore_errors=True):
-            with contextlib.suppress(Exception), torch_ops.bypass_dispatch(), dry_run, _NoWrites():
+            with contextlib.suppress(Exception), torch_modes.bypass_dispatch(), dry_run, _NoWrites():
                 run()
         # Loading a kernel compiles its launcher, by a separate C compiler.
         for done in [threads.submit(_load, kernel, device) for kernel in kernels]:

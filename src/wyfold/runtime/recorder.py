@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wyfold.runtime import kernel_launch, torch_ops
+from wyfold.runtime import kernel_launch, torch_modes
 from wyfold.runtime.recording import Allocate, Free, Operation, Recording, Step, View, WaitCollective
 from wyfold.runtime.side_stream import ForkJoin
 
@@ -54,7 +54,8 @@ def record(tensors: tuple[Any, ...], run: Callable[[], Result]) -> tuple[Result,
     """Run a call and record it.
 
     Args:
-        tensors, run: As for `replay_cache.replayed`.
+        tensors: All tensors that `run` works on, the first one on the device of the call; None for an absent one.
+        run: Returns None, a tensor, a list or a tuple of these.
 
     Returns:
         The result of `run()`, and the recording, or the reason why there is none. The reason is empty if a kernel was
@@ -62,7 +63,7 @@ def record(tensors: tuple[Any, ...], run: Callable[[], Result]) -> tuple[Result,
     """
     recorder = _Recorder(tensors)
     try:
-        with torch_ops.bypass_dispatch(), kernel_launch.observe_steps(recorder.add_launch), recorder:
+        with torch_modes.bypass_dispatch(), kernel_launch.observe_steps(recorder.add_launch), recorder:
             result = run()
         return result, recorder.finish(result)
     finally:
@@ -246,20 +247,29 @@ class _Recorder(OperationMode):
                 raise _NotRecordable("no kernel is launched")
             if self.refusal:
                 raise _NotRecordable(self.refusal)
-            if type(result) is not tuple and result is not None and not isinstance(result, Tensor):
-                raise _NotRecordable(f"the result is a {type(result).__name__}")
-            return self.assemble(result if type(result) is tuple else (result,), single=type(result) is not tuple)
+            returned: dict[int, Tensor] = {}
+            return self.assemble(self.number_results(result, returned), returned)
         return self.refusal
 
-    def assemble(self, results: tuple[Any, ...], *, single: bool) -> Recording:
+    def number_results(self, result: Any, returned: dict[int, Tensor]) -> Any:
+        """The result with each tensor replaced by its number; `returned` gets number -> tensor."""
+        if result is None:
+            return None
+        if isinstance(result, Tensor):
+            number = self.locate(result).tensor
+            if number in returned:
+                raise _NotRecordable("two results share memory")
+            returned[number] = result
+            return number
+        if type(result) is tuple or type(result) is list:
+            return type(result)([self.number_results(x, returned) for x in result])
+        raise _NotRecordable(f"the result is a {type(result).__name__}")
+
+    def assemble(self, results: Any, returned: dict[int, Tensor]) -> Recording:
         """Build the recording. Small workspace tensors share one allocation, made first and freed with the call."""
-        numbers = [None if x is None else self.locate(x).tensor for x in results]
-        returned = {number: x for number, x in zip(numbers, results) if number is not None}
         allocations = {step.tensor: step for step in self.steps if type(step) is Allocate}
         for number, x in returned.items():
             self.check_result(x, allocations.get(number))
-        if len(returned) + numbers.count(None) < len(numbers):
-            raise _NotRecordable("two results share memory")
         operands = {
             x.tensor for step in self.steps if type(step) is Operation for x in step.arguments if type(x) is View
         }
@@ -282,7 +292,7 @@ class _Recorder(OperationMode):
             steps.pop()
         made = len(self.sizes) + 1
         same_tensor = tuple(self.same_tensor)
-        return Recording(self.device, tuple(self.kernels), same_tensor, made, tuple(steps), tuple(numbers), single)
+        return Recording(self.device, tuple(self.kernels), same_tensor, made, tuple(steps), results)
 
     def check_result(self, x: Tensor, allocation: Allocate | None) -> None:
         """Check that a result is an argument or a whole allocation.

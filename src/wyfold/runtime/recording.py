@@ -26,8 +26,8 @@ class Recording(NamedTuple):
         same_tensor: Pairs of arguments, by number, that must be the same tensor.
         made: Number of tensors that are not arguments.
         steps: What the call does, in order.
-        results: Numbers of the returned tensors; None for a returned None.
-        single: Whether the call returns one result instead of a tuple.
+        results: What the call returns, with the number of a tensor in its place: a number, None, or a tuple or list of
+            these.
         zeros: Index and text of each zero among the call's values. The text includes the sign.
     """
 
@@ -36,8 +36,7 @@ class Recording(NamedTuple):
     same_tensor: tuple[tuple[int, int], ...]
     made: int
     steps: tuple[Step, ...]
-    results: tuple[int | None, ...]
-    single: bool
+    results: Any
     zeros: tuple[tuple[int, str], ...] = ()
 
     def guards_hold(self, given: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
@@ -81,10 +80,17 @@ class Recording(NamedTuple):
                 if left is not None and (launched or isinstance(left, ForkJoin)):
                     left.replay(stream, tensors, addresses)
             raise
-        if self.single:
-            (result,) = self.results
-            return None if result is None else tensors[result]
-        return tuple([None if result is None else tensors[result] for result in self.results])
+        return _with_tensors(self.results, tensors)
+
+
+def _with_tensors(results: Any, tensors: list[Any]) -> Any:
+    """`Recording.results` with tensors in the places of their numbers."""
+    kind = type(results)
+    if kind is int:
+        return tensors[results]
+    if kind is tuple:
+        return tuple([tensors[x] if type(x) is int else _with_tensors(x, tensors) for x in results])
+    return results if results is None else [_with_tensors(x, tensors) for x in results]
 
 
 class Step(Protocol):

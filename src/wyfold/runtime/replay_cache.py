@@ -1,10 +1,19 @@
-"""Replay cache: calls with the same metadata re-issue recorded launches on new tensors.
+"""Replay cache: calls with the same metadata reuse a plan and re-issue recorded launches on new tensors.
 
 Between an operator's arguments and its launches there is Python code that reads metadata only. It checks arguments,
 plans, makes views, allocates memory and looks up the kernel of each launch. Calls with equal metadata therefore issue
-the same launches with the same numbers; only addresses differ. `replayed` treats calls with one cache key in order:
+the same launches with the same numbers; only addresses differ.
 
-1. The first call has its kernels compiled in parallel (`runtime/precompile.py`), then runs as usual.
+There are two boundaries, with one kind of cache key (`_key`):
+
+- A registered operator (`torch_ops.call`), in either direction. Its schema lists every tensor, list and scalar.
+- A public function (`planned`), whose arguments are two tuples: tensors, and everything else. Its plan is cached for
+  every call. Its launches are recorded for a call without gradients, where no registered operator is reached at all.
+
+Behind a boundary are module-level functions that see the arguments and nothing else. So the key, which has every
+argument, has everything that a launch can depend on. A boundary treats calls with one key in order:
+
+1. The first call of an operator has its kernels compiled in parallel (`runtime/precompile.py`). Then it runs as usual.
 2. The second call runs under a recorder (`runtime/recorder.py`), which writes down what reaches the device:
    allocations, kernel launches, copies and waits for collectives. The result is a `Recording`.
 3. Every later call replays the recording (`runtime/recording.py`).
@@ -17,27 +26,45 @@ other mode that observes it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from wyfold.runtime import check, kernel_configs, kernel_launch, torch_ops
+from wyfold.runtime import check, kernel_configs, kernel_launch, segment_rule, torch_modes, triton_support
 from wyfold.runtime.plan import explaining
 from wyfold.runtime.precompile import precompile_kernels
 from wyfold.runtime.recorder import record
 from wyfold.runtime.recording import Recording
 
+Plan = TypeVar("Plan")
 Result = TypeVar("Result")
 
-CAPACITY = 2048
+CAPACITY = 4096
 """Most entries of each cache below. A full cache is cleared as a whole."""
 
 DEVICES = frozenset(("cuda",))
-"""Device types whose calls are cached. On other devices no kernel is launched."""
+"""Device types whose calls are recorded. On other devices no kernel is launched."""
 
-_recordings: dict[tuple[Any, ...], Recording | str] = {}
-"""Cache key -> recording. A text is the reason why there is none; an empty text means one such call has run."""
+
+class _Entry:
+    """What is known of calls with one key.
+
+    Attributes:
+        plan: Plan of the public function, or None.
+        recording: Recording of the call. A text is the reason why there is none; an empty text means that one such call
+            has run, and None that none has.
+    """
+
+    __slots__ = ("plan", "recording")
+
+    def __init__(self) -> None:
+        self.plan: Any = None
+        self.recording: Recording | str | None = None
+
+
+_entries: dict[tuple[Any, ...], _Entry] = {}
+"""Cache key -> what is known of such calls."""
 
 _precompiled: set[tuple[Any, ...]] = set()
 """Keys of calls whose kernels were precompiled. Lengths and real numbers are not part of these keys."""
@@ -47,65 +74,148 @@ class Lengths(tuple[int, ...]):
     """Counts among a call's values, such as numbers of tokens. Zero or not zero is all that selects a kernel."""
 
 
-def replayed(tensors: tuple[Any, ...], values: tuple[Any, ...], run: Callable[[], Result]) -> Result:
-    """Return `run()`, or replay an earlier call with the same metadata.
+class PublicOperator(NamedTuple, Generic[Plan, Result]):
+    """What a public function does behind its boundary. Both are functions of a module, without captured variables.
+
+    Their arguments are the tensors and the values of a call, as they were passed to `planned`.
+
+    Attributes:
+        make_plan: Checks the call and returns its plan, from metadata alone; never None.
+        run: Runs a checked call by its plan. Returns None, a tensor or a tuple of these, each newly allocated or one of
+            the tensors, and has no other effect than to write tensors.
+    """
+
+    make_plan: Callable[[Any, Any], Plan]
+    run: Callable[[Plan, Any, Any], Result]
+
+
+def planned(operator: PublicOperator[Plan, Result], tensors: tuple[Any, ...], values: tuple[Any, ...]) -> Result:
+    """Check, plan and run a call of a public function, or replay an earlier call with the same metadata.
 
     Args:
-        tensors: All tensors that `run` works on, the first one on the device of the call; None for an absent one. `run`
-            may read their contents only where the outcome is the same for every call with this key.
-        values: Everything else that `run` depends on, and a name for it. Compared by value. `Lengths` among them do not
-            select other kernels.
-        run: Returns None, a tensor or a tuple of these, each newly allocated or one of `tensors`. Without a cache entry
-            it is called twice, the first time as a dry run without writes or launches. It must have no other effects.
+        operator: What to do.
+        tensors: All tensors of the call; None for an absent one. The first one decides the device.
+        values: All other arguments, compared by type and value.
     """
-    if torch.compiler.is_compiling():
-        return run()
+    known = find_call(operator, tensors, values)
+    if known is None:
+        return operator.run(operator.make_plan(tensors, values), tensors, values)
+    if known.can_replay():
+        found: Result = known.replay()
+        return found
+    plan = known.plan_by(operator.make_plan)
+    if known.is_second():
+        recorded: Result = known.record(lambda: operator.run(plan, tensors, values))
+        return recorded
+    return operator.run(plan, tensors, values)
+
+
+def find_call(head: Any, tensors: tuple[Any, ...], values: tuple[Any, ...]) -> KnownCall | None:
+    """What is known of calls like this one; None if nothing may be kept of it.
+
+    Args:
+        head: The registered operator's name, or the public operator.
+        tensors, values: All that the call depends on.
+    """
+    if torch.compiler.is_compiling() or torch_modes.tracing() is not None or explaining():
+        return None
+    if check.checking_contents() or not isinstance(tensors[0], Tensor):
+        return None
     addresses: list[int] = []
-    key = _key(tensors, values, addresses)
-    if key is None:
-        return run()
     try:
-        recording = _recordings.get(key)
-    except TypeError:  # an argument of an illegal type, which cannot be hashed
-        return run()
-    if type(recording) is Recording:
-        return recording.run(tensors, addresses) if recording.guards_hold(tensors, values) else run()
-    if recording is None:
-        if len(_recordings) >= CAPACITY:
-            _recordings.clear()
-        _recordings[key] = ""
-        _precompile(tensors, values, run)
-        return run()
-    if recording or kernel_launch.any_launch_hooks():
-        return run()
-    result, recording = record(tensors, run)
-    if type(recording) is Recording:
-        recording = recording._replace(zeros=tuple([(n, str(values[n])) for n in zero_positions(values)]))
-    _recordings[key] = recording
-    return result
+        key, unfit = _key(head, tensors, values, addresses)
+        entry = _entries.get(key)
+    except (TypeError, RuntimeError):
+        # A tensor without strides or storage, an argument that is no tensor, or a value that cannot be hashed.
+        return None
+    if entry is None:
+        if len(_entries) >= CAPACITY:
+            _entries.clear()
+        entry = _entries[key] = _Entry()
+    recordable = not unfit and tensors[0].device.type in DEVICES and torch_modes.in_plain_eager()
+    return KnownCall(entry, recordable, head, tensors, values, addresses)
+
+
+class KnownCall:
+    """A call, and what is known of calls with its key."""
+
+    __slots__ = ("_addresses", "_entry", "_head", "_recordable", "_tensors", "_values")
+
+    def __init__(
+        self,
+        entry: _Entry,
+        recordable: bool,
+        head: Any,
+        tensors: tuple[Any, ...],
+        values: tuple[Any, ...],
+        addresses: list[int],
+    ):
+        self._entry, self._recordable, self._head = entry, recordable, head
+        self._tensors, self._values, self._addresses = tensors, values, addresses
+
+    def plan_by(self, make_plan: Callable[[Any, Any], Plan]) -> Plan:
+        """The plan of the calls with this key."""
+        plan: Plan | None = self._entry.plan
+        if plan is None:
+            plan = make_plan(self._tensors, self._values)
+            if not zero_positions(self._values):
+                self._entry.plan = plan
+        return plan
+
+    def can_replay(self) -> bool:
+        """Whether there is a recording that may be replayed."""
+        recording = self._entry.recording
+        return type(recording) is Recording and self._recordable and recording.guards_hold(self._tensors, self._values)
+
+    def replay(self) -> Any:
+        """Replay the recording and return its results."""
+        recording: Any = self._entry.recording
+        return recording.run(self._tensors, self._addresses)
+
+    def is_first(self) -> bool:
+        """Whether no such call has run yet. From now on one has."""
+        first = self._recordable and self._entry.recording is None
+        if first:
+            self._entry.recording = ""
+        return first
+
+    def is_second(self) -> bool:
+        """Whether one such call has run, and this one is to be recorded. Called once for each call."""
+        waiting = not self.is_first() and self._recordable and self._entry.recording == ""
+        return waiting and not kernel_launch.any_launch_hooks()
+
+    def precompile(self, run: Callable[[], object]) -> None:
+        """Precompile the kernels of a call, unless a call with the same kernels had them precompiled.
+
+        Kernels depend on a length only through the strides it implies, and on these only through divisibility by 16.
+        """
+        layouts = tuple(
+            [None if x is None else (x.dtype, *_widths(x), *[n % 16 == 0 for n in x.stride()]) for x in self._tensors]
+        )
+        values = self._values
+        flags = tuple([None if type(x) is float else tuple(map(bool, x)) if type(x) is Lengths else x for x in values])
+        device = self._tensors[0].device
+        key = self._head, flags, tuple(map(type, values)), device, layouts, kernel_configs.table_version()
+        if key not in _precompiled:
+            if len(_precompiled) >= CAPACITY:
+                _precompiled.clear()
+            _precompiled.add(key)
+            precompile_kernels(run, device)
+
+    def record(self, run: Callable[[], Any]) -> Any:
+        """Run the call and record it."""
+        result, recording = record(self._tensors, run)
+        if type(recording) is Recording:
+            zeros = tuple([(n, str(self._values[n])) for n in zero_positions(self._values)])
+            recording = recording._replace(zeros=zeros)
+        self._entry.recording = recording
+        return result
 
 
 def forget() -> None:
     """Clear the cache, after a change of something that the package reads once."""
-    _recordings.clear()
+    _entries.clear()
     _precompiled.clear()
-
-
-def _precompile(tensors: tuple[Any, ...], values: tuple[Any, ...], run: Callable[[], object]) -> None:
-    """Precompile the kernels of a call, unless a call with the same kernels had them precompiled.
-
-    Kernels depend on a length only through the strides it implies, and on these only through divisibility by 16.
-    """
-    layouts = tuple(
-        [None if x is None else (x.dtype, *_widths(x), *[n % 16 == 0 for n in x.stride()]) for x in tensors]
-    )
-    flags = tuple([None if type(x) is float else tuple(map(bool, x)) if type(x) is Lengths else x for x in values])
-    key = flags, tuple(map(type, values)), tensors[0].device, layouts, kernel_configs.table_version()
-    if key not in _precompiled:
-        if len(_precompiled) >= CAPACITY:
-            _precompiled.clear()
-        _precompiled.add(key)
-        precompile_kernels(run, tensors[0].device)
 
 
 def _widths(x: Tensor) -> tuple[int, ...]:
@@ -113,46 +223,49 @@ def _widths(x: Tensor) -> tuple[int, ...]:
     return tuple(x.shape[-2 if x.dim() > 3 else -1 :]) if x.is_floating_point() else ()
 
 
-def _key(tensors: tuple[Any, ...], values: tuple[Any, ...], addresses: list[int]) -> tuple[Any, ...] | None:
-    """Cache key of a call: everything it may depend on, by value. None if the call must run as usual.
+def _key(
+    head: Any, tensors: tuple[Any, ...], values: tuple[Any, ...], addresses: list[int]
+) -> tuple[tuple[Any, ...], bool]:
+    """Cache key of a call: everything it may depend on, by value.
 
-    Kernels and launchers depend on an address only through its remainder modulo 16.
+    Kernels and launchers depend on an address only through its remainder modulo 16. The types of the values are part of
+    the key: 1 equals True, but is not a legal flag.
 
     Args:
-        tensors, values: As for `replayed`.
+        head, tensors, values: As for `find_call`.
         addresses: Filled with the tensors' addresses, 0 for None.
+
+    Returns:
+        The key, and whether the call must not be recorded because of its tensors: one requires a gradient, or its
+        memory does not hold its values.
     """
-    first = tensors[0]
-    if not isinstance(first, Tensor) or first.device.type not in DEVICES:
-        return None
-    if not torch_ops.in_plain_eager() or check.checking_contents() or explaining():
-        return None
-    differentiable = torch.is_grad_enabled()
-    # The types of the values are part of the key: 1 equals True, but is not a legal flag.
-    key: list[Any] = [
-        values,
-        tuple(map(type, values)),
-        kernel_configs.table_version(),
-        torch_ops.autocast_dtype(first.device.type),
-    ]
-    try:
-        for x in tensors:
-            if x is None:
-                addresses.append(0)
-                key.append(None)
-                continue
-            kind = type(x)
-            if kind is not Tensor and kind is not torch.nn.Parameter:
-                return None
-            address = x.data_ptr()
-            # A tensor without memory is a placeholder. A lazily negated one does not hold its values.
-            if (not address and x.numel()) or x.is_neg() or (differentiable and x.requires_grad):
-                return None
-            addresses.append(address)
-            key += x.shape, x.stride(), x.dtype, x.device, address % 16
-    except RuntimeError:  # a tensor without strides
-        return None
-    return tuple(key)
+    device = tensors[0].device
+    differentiable, unfit = torch.is_grad_enabled(), False
+    key: list[Any] = [head, values, tuple(map(type, values)), *_process_state(device.type)]
+    for x in tensors:
+        if x is None:
+            addresses.append(0)
+            key.append(None)
+            continue
+        kind = type(x)
+        if kind is not Tensor and kind is not torch.nn.Parameter:
+            raise TypeError(f"{kind.__name__} is no plain tensor")
+        address = x.data_ptr()
+        addresses.append(address)
+        key += x.shape, x.stride(), x.dtype, x.device, address % 16
+        if differentiable and x.requires_grad:
+            key.append(True)
+            unfit = True
+        # A tensor without memory is a placeholder. A lazily negated one does not hold its values.
+        elif (not address and x.numel()) or x.is_neg():
+            unfit = True
+    return tuple(key), unfit
+
+
+def _process_state(device: str) -> tuple[Any, ...]:
+    """State of the process that plans and launches read."""
+    around = kernel_configs.table_version(), segment_rule.forcing(), torch_modes.autocast_dtype(device)
+    return around if device == "cuda" else (*around, triton_support.interpreter_state())
 
 
 def zero_positions(values: tuple[Any, ...]) -> list[int]:

@@ -11,13 +11,17 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from operator import itemgetter
 from types import NoneType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+from wyfold.runtime import replay_cache, torch_modes
+from wyfold.runtime.torch_modes import autocast_dtype
 
 _library = torch.library.Library("wyfold", "DEF")
 
@@ -35,8 +39,11 @@ def register(
     gradient: Callable[..., Any] | None = None,
     *,
     of_gradients: bool = False,
+    lengths: tuple[str, ...] = (),
 ) -> Callable[..., Any]:
     """Define torch.ops.wyfold.<name> for every device and return it.
+
+    Its first argument is a tensor. `run` depends on the arguments alone.
 
     Args:
         schema: "name(Tensor x, ...) -> (Tensor y, ...)". Outputs never alias inputs.
@@ -47,9 +54,10 @@ def register(
             call is refused.
         of_gradients: Whether the operator computes gradients. If so, a batch of incoming gradients
             (`is_grads_batched=True`) is processed one member after another.
+        lengths: Names of integer arguments that are counts, as of tokens: only whether they are zero selects a kernel.
     """
     name = schema.partition("(")[0]
-    run = _isolated(run)
+    implementation, run = run, _isolated(run)
     _library.define(schema)
     # PyTorch's default Autograd kernel would warn in every backward that no gradient is registered.
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
@@ -58,12 +66,61 @@ def register(
     operator: Callable[..., Any] = getattr(torch.ops.wyfold, name).default
     if of_gradients:
         torch.library.register_vmap(f"wyfold::{name}", functools.partial(_vmap_by_loop, operator), lib=_library)
-    _implementations[operator] = run
+    _registered[operator] = _Registered(operator, implementation, lengths)
     return operator
 
 
-_implementations: dict[Callable[..., Any], Callable[..., Any]] = {}
-"""Registered operator -> its implementation."""
+class _Registered:
+    """A registered operator, and how its arguments become the two tuples of a cache key.
+
+    Attributes:
+        name: As in the schema.
+        run: The implementation.
+    """
+
+    def __init__(self, operator: Any, run: Callable[..., Any], lengths: tuple[str, ...]):
+        self.name, self.run = operator._schema.name.partition("::")[2], run
+        kinds = [_argument_kind(argument, lengths) for argument in operator._schema.arguments]
+        self._tensors, self._values = (_picker(kinds, kind) for kind in ("tensor", "value"))
+        places = {kind: [n for n, other in enumerate(kinds) if other == kind] for kind in kinds}
+        self._tensor_lists, self._lists = places.get("tensors", []), places.get("values", [])
+        self._lengths = places.get("length", []), places.get("lengths", [])
+
+    def split(self, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """All tensors of a call, and all its other arguments, with lists flattened."""
+        tensors, values = self._tensors(arguments), self._values(arguments)
+        for place in self._tensor_lists:
+            tensors += tuple(arguments[place])
+            values += (len(arguments[place]),)
+        for place in self._lists:
+            values += (tuple(arguments[place]),)
+        single, many = self._lengths
+        if single or many:
+            values += (replay_cache.Lengths([arguments[n] for n in single]),)
+            values += tuple([replay_cache.Lengths(arguments[n]) for n in many])
+        return tensors, values
+
+
+def _argument_kind(argument: Any, lengths: tuple[str, ...]) -> str:
+    """How an argument of a schema enters a cache key."""
+    kind = str(argument.type)
+    if argument.name in lengths:
+        return "lengths" if kind.startswith("List") else "length"
+    if "Tensor" in kind:
+        return "tensors" if kind.startswith("List") else "tensor"
+    return "values" if kind.startswith("List") else "value"
+
+
+def _picker(kinds: list[str], kind: str) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """A function that picks the arguments of one kind."""
+    places = [n for n, other in enumerate(kinds) if other == kind]
+    if places and places == [*range(places[0], places[-1] + 1)]:
+        return itemgetter(slice(places[0], places[-1] + 1))
+    return itemgetter(*places) if len(places) > 1 else lambda arguments: tuple([arguments[n] for n in places])
+
+
+_registered: dict[Callable[..., Any], _Registered] = {}
+"""Registered operator -> what `call` needs to know."""
 
 
 def _vmap_by_loop(operator: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
@@ -89,12 +146,28 @@ def _vmap_by_loop(operator: Callable[..., Any], info: Any, in_dims: tuple[Any, .
 
 
 def call(operator: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a registered operator, without PyTorch's dispatcher where dispatch would only pass the arguments through.
+    """Call a registered operator, or replay an earlier call of it with the same metadata (`runtime/replay_cache.py`).
 
-    Dispatch takes 8 to 25 microseconds for the thirty arguments of a call of the delta family.
+    PyTorch's dispatcher is skipped where it would only pass the arguments through. It takes 8 to 25 microseconds for
+    the thirty arguments of a call of the delta family.
     """
-    run = None if torch.compiler.is_compiling() else _implementations.get(operator)
-    return operator(*arguments) if run is None or not can_skip_dispatch(*arguments) else run(*arguments)
+    registered = None if torch.compiler.is_compiling() else _registered.get(operator)
+    if registered is None:
+        return operator(*arguments)
+    known = None
+    if arguments[0].device.type in replay_cache.DEVICES and not (torch_modes.bypassing() or torch.is_grad_enabled()):
+        known = replay_cache.find_call(registered.name, *registered.split(arguments))
+        if known is not None and known.can_replay():
+            return known.replay()
+    if not can_skip_dispatch(*arguments):
+        return operator(*arguments)
+    if known is not None:
+        if known.is_first():
+            known.precompile(lambda: _isolated(registered.run)(*arguments))
+        elif known.is_second():
+            return known.record(lambda: _isolated(registered.run)(*arguments))
+    with _Isolation(arguments):
+        return registered.run(*arguments)
 
 
 def can_skip_dispatch(*arguments: Any) -> bool:
@@ -103,61 +176,8 @@ def can_skip_dispatch(*arguments: Any) -> bool:
     That is so if autograd is off, no mode, tracer or profiler is active, and the memory of every tensor holds its
     values.
     """
-    return (_state.bypassing or (not torch.is_grad_enabled() and in_plain_eager())) and _holds_plain_tensors(arguments)
-
-
-def in_plain_eager() -> bool:
-    """Whether no mode, transform, compiler, tracer or profiler is active that could observe a call's operations."""
-    return not (
-        torch.compiler.is_compiling()
-        or _transforming() is not None
-        or getattr(forward_ad, "_current_level", 0) >= 0
-        or _dispatch_modes()
-        or _function_modes()
-        or _tracing() is not None
-        or _profiling()
-    )
-
-
-class _ThreadState(threading.local):
-    """State of a thread.
-
-    Attributes:
-        bypassing: Whether the thread is inside `bypass_dispatch`.
-    """
-
-    bypassing = False
-
-
-_state = _ThreadState()
-
-
-@contextlib.contextmanager
-def bypass_dispatch() -> Iterator[None]:
-    """Call the implementations of registered operators directly on this thread, without autograd.
-
-    For dry runs and recordings, whose own dispatch mode is to see the operations that an implementation calls.
-    """
-    _state.bypassing = True
-    try:
-        yield
-    finally:
-        _state.bypassing = False
-
-
-def _torch_query(path: str) -> Callable[[], Any]:
-    """A private query function of PyTorch; in a version without it, one that returns True."""
-    function: Any = torch
-    for name in path.split("."):
-        function = getattr(function, name, None)
-    return function if callable(function) else lambda: True
-
-
-_dispatch_modes = _torch_query("_C._len_torch_dispatch_stack")
-_function_modes = _torch_query("_C._len_torch_function_stack")
-_transforming = _torch_query("_C._functorch.peek_interpreter_stack")
-_tracing = _torch_query("_C._get_tracing_state")
-_profiling = _torch_query("autograd._profiler_enabled")
+    alone = torch_modes.bypassing() or (not torch.is_grad_enabled() and torch_modes.in_plain_eager())
+    return alone and _holds_plain_tensors(arguments)
 
 
 def _holds_plain_tensors(arguments: Iterable[Any]) -> bool:
@@ -178,20 +198,12 @@ def _holds_plain_tensors(arguments: Iterable[Any]) -> bool:
 _VALUES = frozenset((NoneType, bool, int, float, str, torch.dtype))
 
 
-def differentiating() -> bool:
-    """Whether derivatives of a call may be taken: by autograd, forward mode, a transform or a compiler."""
-    return torch.compiler.is_compiling() or (
-        not _state.bypassing
-        and (torch.is_grad_enabled() or _transforming() is not None or getattr(forward_ad, "_current_level", 0) >= 0)
-    )
-
-
 def _with_gradient(name: str, run: Callable[..., Any], gradient: Callable[..., Any] | None) -> Callable[..., Any]:
     """`run`, replaced by `gradient` in calls where autograd is on and an argument requires a gradient."""
 
     @functools.wraps(run)
     def differentiated(*arguments: Any) -> Any:
-        if _state.bypassing or not torch.is_grad_enabled() or not _requires_gradient(arguments):
+        if torch_modes.bypassing() or not torch.is_grad_enabled() or not _requires_gradient(arguments):
             return run(*arguments)
         if gradient is None:
             raise RuntimeError(
@@ -208,26 +220,33 @@ def _requires_gradient(arguments: Iterable[Any]) -> bool:
     )
 
 
-_NO_CONTEXT = contextlib.nullcontext()
-
-
 def _isolated(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` on the tensors' device, without autocast, and with float32 matrix products in full precision."""
+    """`run` inside `_Isolation`."""
 
     @functools.wraps(run)
     def undisturbed(*arguments: Any) -> Any:
-        place = next(x.device for x in arguments if isinstance(x, Tensor))
-        device = place.type
-        # Kernels are launched on the current device, which may not be the tensors' device.
-        elsewhere = device == "cuda" and place.index != torch.cuda.current_device()
-        with (
-            _ieee_matmuls(device),
-            torch.cuda.device(place) if elsewhere else _NO_CONTEXT,
-            _NO_CONTEXT if autocast_dtype(device) is None else torch.autocast(device, enabled=False),
-        ):
+        with _Isolation(arguments):
             return run(*arguments)
 
     return undisturbed
+
+
+class _Isolation(contextlib.ExitStack):
+    """Context on the tensors' device, without autocast, and with float32 matrix products in full precision."""
+
+    def __init__(self, arguments: tuple[Any, ...]):
+        super().__init__()
+        self._place = next(x.device for x in arguments if isinstance(x, Tensor))
+
+    def __enter__(self) -> _Isolation:
+        place = self._place
+        self.enter_context(_ieee_matmuls(place.type))
+        # Kernels are launched on the current device, which may not be the tensors' device.
+        if place.type == "cuda" and place.index != torch.cuda.current_device():
+            self.enter_context(torch.cuda.device(place))
+        if autocast_dtype(place.type) is not None:
+            self.enter_context(torch.autocast(place.type, enabled=False))
+        return self
 
 
 class _ieee_matmuls:
@@ -293,17 +312,6 @@ if hasattr(os, "register_at_fork"):
     )
 
 
-AUTOCASTING = frozenset(name for name in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(name))
-"""Device types with autocast. Determined once, because PyTorch 2.11's compiler cannot trace the query."""
-
-
-def autocast_dtype(device: str) -> torch.dtype | None:
-    """Dtype of the active autocast on a device type; None if autocast is off."""
-    if device not in AUTOCASTING or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
-
-
 def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors, cast as an active autocast casts a layer's inputs. Float64 keeps its dtype, as in autocast."""
     dtype = autocast_dtype(tensors[0].device.type)
@@ -337,7 +345,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             return backward(ctx, *gradients)
         node = _UnpackedContext(ctx)
         # `_RefuseSecondDerivative` does not work under a transform of torch.func.
-        if not torch.compiler.is_compiling() and _transforming() is not None:
+        if not torch.compiler.is_compiling() and torch_modes.transforming() is not None:
             raise RuntimeError(_SECOND_DERIVATIVE)
         with torch.no_grad():
             found = backward(node, *gradients)
@@ -403,7 +411,7 @@ def refuse_transforms(op: str, *tensors: Any) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    transform: Any = _transforming()
+    transform: Any = torch_modes.transforming()
     if transform is not None:
         kind = str(transform.key()).rpartition(".")[2].lower()
         raise RuntimeError(
@@ -428,9 +436,9 @@ def apply(op: str, function: type[torch.autograd.Function], *arguments: Any) -> 
 
     `torch.export` and `torch.jit.trace` do not keep autograd functions; the former drops the gradient without an error.
     They trace `function.forward`, which calls the registered operator. That operator uses its function again at run
-    time.
+    time. Where no derivative can be taken, `function.forward` is called alone as well.
     """
-    if traced():
+    if traced() or not torch_modes.differentiating():
         return function.forward(_DiscardingContext(), *arguments)
     if torch.compiler.is_compiling():
         arguments = tuple(
@@ -445,7 +453,7 @@ def apply(op: str, function: type[torch.autograd.Function], *arguments: Any) -> 
 
 def traced() -> bool:
     """Whether calls are being exported or traced into a program, which may later run with or without gradients."""
-    return exporting() or (not torch.compiler.is_compiling() and _tracing() is not None)
+    return exporting() or (not torch.compiler.is_compiling() and torch_modes.tracing() is not None)
 
 
 def exporting() -> bool:
@@ -484,7 +492,7 @@ class _Once(torch.autograd.Function):
 
 
 def _once(x: Tensor) -> Tensor:
-    return x if _dispatch_modes() else _Once.apply(x)
+    return x if torch_modes.dispatch_modes() else _Once.apply(x)
 
 
 _library.define("once(Tensor(a) x) -> Tensor(a)")

@@ -99,6 +99,11 @@ def trust_interpreter() -> None:
     _repaired_interpreter = True
 
 
+def interpreter_state() -> tuple[bool, bool]:
+    """Whether this process interprets kernels, and whether its interpreter is trusted, for cache keys."""
+    return interpreting(), _repaired_interpreter
+
+
 def interpreter_refusal() -> str:
     """Reason why kernels must not run in this process's interpreter; empty if they may, or if there is none."""
     if not can_interpret() or _repaired_interpreter:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from wyfold.integrations.fla import pieces, recurrences
-from wyfold.runtime.torch_ops import autocast_dtype
+from wyfold.runtime.torch_modes import autocast_dtype
 
 Arguments = dict[str, Any]
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wyfold.kernels.conv import ConvGradients
-from wyfold.runtime.kernel_configs import tuned
+from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.activation.triton import silu, silu_bwd
 from wyfold.tile.taps.triton import load_row, load_taps, tap_products, taps, taps_bwd, zeros
@@ -145,7 +145,7 @@ def _spans(launch: str, x: Tensor, W: int, overlap: int) -> _Spans:
     `overlap`: tokens of the next span that each span also processes.
     """
     T, D = x.shape
-    config = tuned("conv.triton", f"{launch} W{W}", x.device)
+    config = tuned("conv.triton", LaunchKey(W=W, launch=launch), x.device)
     BT, BD = config.blocks["BT"], min(config.blocks["BD"], max(32, triton.next_power_of_2(D)))
     blocks = triton.cdiv(D, BD)
     span = min(max(T * blocks // config.blocks["PROGRAMS"], config.blocks["SHORTEST"]), config.blocks["LONGEST"])

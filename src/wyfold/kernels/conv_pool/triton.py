@@ -8,7 +8,7 @@ from torch import Tensor
 
 from wyfold.kernels.records import Slots
 from wyfold.runtime.chunk_layout import ChunkGrid
-from wyfold.runtime.kernel_configs import tuned
+from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.activation.triton import silu
 from wyfold.tile.index.triton import strides
@@ -39,7 +39,7 @@ def update(
         y: [B, T, D] written; zero for skipped sequences and past the last boundary.
     """
     D, W = weight.shape
-    config = tuned("conv_pool.triton", f"W{W}", x.device)
+    config = tuned("conv_pool.triton", LaunchKey(W=W), x.device)
     BD = min(config.blocks["BD"], max(32, triton.next_power_of_2(D)))
     launch_kernel(
         wyfold_conv_pool_triton,

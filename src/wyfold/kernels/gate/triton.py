@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wyfold.kernels.gate import GateGradients
-from wyfold.runtime.kernel_configs import tuned
+from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.activation.triton import exp, sigmoid, sigmoid_bwd, softplus
 from wyfold.tile.norm.triton import column_sum
@@ -141,7 +141,7 @@ class _GateTiles(NamedTuple):
 def _tiles(launch: str, x: Tensor, *others: Tensor | None) -> _GateTiles:
     """Tiles of x [n, HV, C]; their shape follows from HV and C alone."""
     n, HV, C = x.shape
-    config = tuned("gate.triton", launch, x.device)
+    config = tuned("gate.triton", LaunchKey(launch=launch), x.device)
     size = config.blocks["TILE"]
     BW = min(triton.next_power_of_2(max(1, HV * C)), config.blocks["BW"])
     tensors = [t for t in (x, *others) if t is not None]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid
-from wyfold.runtime.kernel_configs import tuned
+from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.runtime.triton_support import interpreting
@@ -69,7 +69,7 @@ def gradients(
     borders: TokenBorders,
     grid: ChunkGrid,
     options: DeltaOptions,
-    key: str,
+    key: LaunchKey,
     out: GradientOutputs,
 ) -> None:
     """Gradients of every token and parameter.
@@ -189,9 +189,9 @@ def gradients(
         out.dt_bias.copy_(ddt_bias.sum(0).view_as(out.dt_bias))
 
 
-def gradients_key(key: str, q: Tensor, v: Tensor) -> str:
+def gradients_key(key: LaunchKey, q: Tensor, v: Tensor) -> LaunchKey:
     """Launch configuration key: the call's key, and the number of value heads per key head."""
-    return f"{key} GR{v.shape[2] // q.shape[2]}"
+    return key._replace(group=v.shape[2] // q.shape[2])
 
 
 def _token_descriptors(given: tuple[Tensor | None, ...], C: int, *columns: int) -> Sequence[Any] | None:

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wyfold.runtime.chunk_layout import ChunkGrid
-from wyfold.runtime.kernel_configs import dtype_word, tile_width, tuned
+from wyfold.runtime.kernel_configs import LaunchKey, dtype_word, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.decay.channel.triton import add_far_key_gram, add_key_gram, beyond_reach, exact_sums
 from wyfold.tile.decay.triton import FLOOR, gate_flags, gate_kind, interval_decay, load_gate
@@ -74,9 +74,9 @@ def kkt(k: Tensor, beta: Tensor, g: Tensor | None, grid: ChunkGrid, out: Tensor)
     )
 
 
-def launch_key(dtype: torch.dtype, K: int, chunk_size: int, gate: str) -> str:
+def launch_key(dtype: torch.dtype, K: int, chunk_size: int, gate: str) -> LaunchKey:
     """Launch configuration key."""
-    return f"{dtype_word(dtype)} K{K} C{chunk_size} {gate}"
+    return LaunchKey(dtype_word(dtype), K, C=chunk_size, gate=gate)
 
 
 @triton.jit(do_not_specialize=["N", "T", "per_sequence", "floor"])

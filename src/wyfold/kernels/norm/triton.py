@@ -18,7 +18,7 @@ from torch import Tensor
 
 from wyfold.kernels.norm import RmsNormGradients, RmsNormOptions
 from wyfold.runtime.check import UnsupportedError
-from wyfold.runtime.kernel_configs import tuned
+from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.activation.triton import sigmoid, sigmoid_bwd, silu, silu_bwd
 from wyfold.tile.norm.triton import column_sum, row_norm, row_norm_bwd
@@ -151,7 +151,7 @@ def _tiles(launch: str, x: Tensor, *others: Tensor | None) -> _NormTiles:
     n, W = x.shape
     if W > WIDEST:
         raise UnsupportedError(f"{launch}: rows of {W} columns", {"triton": f"takes at most {WIDEST} columns"})
-    config = tuned("norm.triton", launch, x.device)
+    config = tuned("norm.triton", LaunchKey(launch=launch), x.device)
     size, BW = config.blocks["TILE"], triton.next_power_of_2(W)
     BR = max(1, size // BW)
     warps = config.warps * max(1, min(32 // config.warps, BW // size))

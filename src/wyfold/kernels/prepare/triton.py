@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wyfold.kernels.records import Prepared
 from wyfold.runtime.chunk_layout import ChunkGrid
-from wyfold.runtime.kernel_configs import dtype_word, tile_width, tuned
+from wyfold.runtime.kernel_configs import LaunchKey, dtype_word, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.channel.triton import (
@@ -186,9 +186,9 @@ def reads_folded(g: Tensor | None) -> bool:
     return gate_kind(g) == "channel"
 
 
-def launch_key(dtype: torch.dtype, K: int, V: int, chunk_size: int, gate: str, folded: bool) -> str:
+def launch_key(dtype: torch.dtype, K: int, V: int, chunk_size: int, gate: str, folded: bool) -> LaunchKey:
     """Launch configuration key."""
-    return f"{dtype_word(dtype)} K{K} V{V} C{chunk_size} {gate} {'EF' if folded else 'WF'}"
+    return LaunchKey(dtype_word(dtype), K, V, C=chunk_size, gate=gate, form="EF" if folded else "WF")
 
 
 @triton.jit(

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wyfold.kernels.records import StateRows
-from wyfold.runtime.kernel_configs import Config, tile_width, tuned
+from wyfold.runtime.kernel_configs import Config, LaunchKey, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.dot.triton import contracts, exact, mm_exact
 from wyfold.tile.index.triton import strides
@@ -87,7 +87,7 @@ def rank_send(borders: StateRows, tails: Tensor | None, out: Tensor, *, dtype: t
 
 
 def _config(K: int, device: torch.device) -> Config:
-    return tuned("rank_carry.triton", f"K{K}", device)
+    return tuned("rank_carry.triton", LaunchKey(K=K), device)
 
 
 @triton.jit(do_not_specialize=["B"])

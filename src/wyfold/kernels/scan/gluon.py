@@ -44,7 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from wyfold.kernels.records import Prepared, Slots
 from wyfold.kernels.scan.triton import SLOT_NUMBERS, scan_key, sequences_to_run, slot_arguments
 from wyfold.runtime.chunk_layout import ChunkGrid, Segments
-from wyfold.runtime.kernel_configs import tuned
+from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.gluon import chunk_decay
@@ -83,7 +83,7 @@ def scan(
     initial_state: Tensor | None,
     grid: ChunkGrid,
     options: DeltaOptions,
-    key: str,
+    key: LaunchKey,
     o: Tensor,
     final_state: Tensor | None,
     states: Tensor | None,

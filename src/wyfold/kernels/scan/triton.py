@@ -28,7 +28,7 @@ from torch import Tensor
 
 from wyfold.kernels.records import Prepared, Slots
 from wyfold.runtime.chunk_layout import ChunkGrid, Segments
-from wyfold.runtime.kernel_configs import tile_width, tuned, with_occupancy_hint
+from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned, with_occupancy_hint
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.dot.triton import contracts, mm, operand, precision
@@ -63,7 +63,7 @@ def scan(
     initial_state: Tensor | None,
     grid: ChunkGrid,
     options: DeltaOptions,
-    key: str,
+    key: LaunchKey,
     o: Tensor,
     final_state: Tensor | None,
     states: Tensor | None,
@@ -224,14 +224,14 @@ def sequences_to_run(
     return (segments.leading, 1, segments.borders) if from_borders else (segments.first, 0, segments.sequences)
 
 
-def scan_key(key: str, sequences: int, v: Tensor, *, kept: bool) -> str:
+def scan_key(key: LaunchKey, sequences: int, v: Tensor, *, kept: bool) -> LaunchKey:
     """Key of the launch configuration: the call's key, and hints on occupancy and stored states.
 
     A hint marks launches whose programs of 128 value rows leave the GPU half empty. `kept`: states are stored on the
     way, which needs memory next to the tiles in flight.
     """
     HV, V = v.shape[2:]
-    return with_occupancy_hint(f"{key} kept" if kept else key, sequences * HV * -(-V // 128), v.device)
+    return with_occupancy_hint(key._replace(kept=kept), sequences * HV * -(-V // 128), v.device)
 
 
 @triton.jit(do_not_specialize=[*SLOT_NUMBERS, "N", "shift", "T", "per_sequence", "scale", "every"])

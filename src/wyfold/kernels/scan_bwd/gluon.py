@@ -42,7 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from wyfold.kernels.records import Prepared, TokenBorders
 from wyfold.kernels.scan_bwd.triton import Half, programs, scan_bwd_key
 from wyfold.runtime.chunk_layout import ChunkGrid, Segments
-from wyfold.runtime.kernel_configs import tuned
+from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.dot.gluon import in_bfloat16, one_over
@@ -81,7 +81,7 @@ def scan_bwd(
     dST: Tensor | None,
     grid: ChunkGrid,
     options: DeltaOptions,
-    key: str,
+    key: LaunchKey,
     dS0: Tensor | None,
     borders: TokenBorders,
     segments: Segments | None = None,

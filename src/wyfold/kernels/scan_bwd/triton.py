@@ -24,7 +24,7 @@ from torch import Tensor
 
 from wyfold.kernels.records import Prepared, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid, Segments
-from wyfold.runtime.kernel_configs import tile_width, tuned, with_occupancy_hint
+from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned, with_occupancy_hint
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.dot.triton import contracts, mm, mm_unit_diagonal, operand, precision, workspace
@@ -60,7 +60,7 @@ def scan_bwd(
     dST: Tensor | None,
     grid: ChunkGrid,
     options: DeltaOptions,
-    key: str,
+    key: LaunchKey,
     dS0: Tensor | None,
     borders: TokenBorders,
     segments: Segments | None = None,
@@ -165,7 +165,7 @@ def programs(half: Half, sequences: int) -> tuple[int, int]:
     return (2 if half == "both" else 1), (0 if half == "forward" else sequences)
 
 
-def scan_bwd_key(key: str, sequences: int, v: Tensor) -> str:
+def scan_bwd_key(key: LaunchKey, sequences: int, v: Tensor) -> LaunchKey:
     """Key of the launch configuration: the call's key, and whether programs of 128 value rows leave the GPU half
     empty."""
     HV, V = v.shape[2:]

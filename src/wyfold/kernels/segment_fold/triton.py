@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wyfold.runtime.chunk_layout import Segments
-from wyfold.runtime.kernel_configs import tile_width, tuned
+from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.dot.triton import contracts, exact, mm_exact
 from wyfold.tile.index.triton import strides
@@ -35,7 +35,7 @@ def segment_fold(S: Tensor, M: Tensor, segments: Segments, *, reverse: bool, dty
         dtype: Dtype of the call's tokens, which sets the precision of the products.
     """
     HV, K, V = S.shape[1:]
-    config = tuned("segment_fold.triton", f"K{K}", S.device)
+    config = tuned("segment_fold.triton", LaunchKey(K=K), S.device)
     BK = tile_width(K)
     launch_kernel(
         wyfold_segment_fold_triton,

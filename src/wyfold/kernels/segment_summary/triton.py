@@ -19,7 +19,7 @@ from torch import Tensor
 
 from wyfold.kernels.records import Prepared
 from wyfold.runtime.chunk_layout import Segments
-from wyfold.runtime.kernel_configs import tile_width, tuned
+from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.dot.triton import contracts, mm, operand, precision
@@ -48,7 +48,7 @@ def segment_summary(
     prepared: Prepared,
     initial_state: Tensor | None,
     segments: Segments,
-    key: str,
+    key: LaunchKey,
     H: Tensor,
     M: Tensor,
 ) -> None:
@@ -133,7 +133,7 @@ def segment_summary_bwd(
     dST: Tensor | None,
     segments: Segments,
     options: DeltaOptions,
-    key: str,
+    key: LaunchKey,
     c: Tensor,
 ) -> None:
     """Gradients of the states entering the segments that begin at borders.
@@ -149,7 +149,7 @@ def segment_summary_bwd(
         c: [borders, HV, K, V] float32 view, written.
     """
     (HK, K), (HV, V), grid = q.shape[2:], do.shape[2:], segments.grid
-    config = tuned("segment_summary.triton", f"{key} bwd", q.device)
+    config = tuned("segment_summary.triton", key._replace(launch="bwd"), q.device)
     C, BK, BV = grid.chunk_size, tile_width(K), min(config.blocks["BV"], tile_width(V))
     channel, folded = prepared.q is not None, prepared.E is not None
     inputs = (

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wyfold.runtime.chunk_layout import ChunkGrid
-from wyfold.runtime.kernel_configs import dtype_word, tuned
+from wyfold.runtime.kernel_configs import LaunchKey, dtype_word, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.triton_support import interpreting
 from wyfold.tile.index.triton import chunk_span
@@ -49,9 +49,9 @@ def solve_tril(L: Tensor, grid: ChunkGrid, out: Tensor) -> None:
     )
 
 
-def launch_key(dtype: torch.dtype, chunk_size: int) -> str:
+def launch_key(dtype: torch.dtype, chunk_size: int) -> LaunchKey:
     """Launch configuration key."""
-    return f"{dtype_word(dtype)} C{chunk_size}"
+    return LaunchKey(dtype_word(dtype), C=chunk_size)
 
 
 @triton.jit(do_not_specialize=["N", "T", "per_sequence"])

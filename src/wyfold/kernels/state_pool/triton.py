@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wyfold.kernels.records import Slots
 from wyfold.runtime.chunk_layout import ChunkGrid
-from wyfold.runtime.kernel_configs import Config, tuned
+from wyfold.runtime.kernel_configs import Config, LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.index.triton import store_tokens, strides
 
@@ -82,7 +82,7 @@ def leave_between(states: Tensor, slots: Slots, grid: ChunkGrid, pool: Tensor, w
 
 def _pieces(states: Tensor) -> tuple[Config, int]:
     """Launch configuration, and how many numbers of a head's state one program copies."""
-    config = tuned("state_pool.triton", "", states.device)
+    config = tuned("state_pool.triton", LaunchKey(), states.device)
     return config, min(config.blocks["BN"], triton.next_power_of_2(states.shape[2] * states.shape[3]))
 
 

@@ -14,7 +14,7 @@ from wyfold.kernels.records import Slots
 from wyfold.kernels.ttt import TTTInputs
 from wyfold.kernels.ttt.triton.tiles import load_inner_state, load_parameter, store_inner_state
 from wyfold.kernels.ttt_decode import Pools
-from wyfold.runtime.kernel_configs import tile_width, tuned
+from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.index.triton import strides
 from wyfold.tile.inner.triton import inner_gradient, residual_norm
@@ -96,9 +96,9 @@ def ttt_decode(x: TTTInputs, pools: Pools, slots: Slots, chunk_size: int, scale:
     )
 
 
-def launch_key(D: int) -> str:
+def launch_key(D: int) -> LaunchKey:
     """Launch configuration key."""
-    return f"K{D} V{D}"
+    return LaunchKey(K=D, V=D)
 
 
 @triton.jit(do_not_specialize=["slots", "pad", "scale", "eps"])

@@ -50,7 +50,7 @@ from wyfold.kernels.gradients.gluon.tokens import (
 )
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid
-from wyfold.runtime.kernel_configs import tuned
+from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.triton import LOG2_E, sigmoid, sigmoid_bwd
@@ -59,11 +59,11 @@ from wyfold.tile.index.gluon import barrier, gluon_descriptors, reinterpret, tma
 from wyfold.tile.index.triton import chunk_span, strides, tile_descriptor, token_descriptor
 
 
-def kernels_of(key: str) -> tuple[str, ...]:
+def kernels_of(key: LaunchKey) -> tuple[str, ...]:
     """Names of the kernels that calls of a key launch, for `explain`."""
-    if "channel" not in key.split():
+    if not key.per_channel:
         return (wyfold_gradients_gluon.fn.__name__,)
-    kernels = (wyfold_gradients_channel_gluon, *([wyfold_gradients_norm_gluon] if "norm" in key.split() else []))
+    kernels = (wyfold_gradients_channel_gluon, *([wyfold_gradients_norm_gluon] if key.norm else []))
     return tuple([kernel.fn.__name__ for kernel in kernels])
 
 
@@ -78,7 +78,7 @@ def gradients(
     borders: TokenBorders,
     grid: ChunkGrid,
     options: DeltaOptions,
-    key: str,
+    key: LaunchKey,
     out: GradientOutputs,
 ) -> None:
     """Gradients of every token and parameter. Takes the arguments of the Triton launch.

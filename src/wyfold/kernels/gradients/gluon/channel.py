@@ -87,7 +87,7 @@ from wyfold.kernels.gradients.gluon.tokens import (
 )
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid
-from wyfold.runtime.kernel_configs import tuned
+from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.triton import LOG2_E, exp, sigmoid, sigmoid_bwd
@@ -107,7 +107,7 @@ def gradients(
     borders: TokenBorders,
     grid: ChunkGrid,
     options: DeltaOptions,
-    key: str,
+    key: LaunchKey,
     out: GradientOutputs,
 ) -> None:
     """Gradients of every token and parameter. Takes the arguments of the Triton launch.

@@ -12,15 +12,16 @@ from wyfold.kernels.prepare.gluon.channel import wyfold_prepare_channel_gluon
 from wyfold.kernels.prepare.gluon.scalar import wyfold_prepare_gluon
 from wyfold.kernels.records import Prepared
 from wyfold.runtime.chunk_layout import ChunkGrid
+from wyfold.runtime.kernel_configs import LaunchKey
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.triton import gate_flags
 
 __all__ = ["kernels_of", "prepare", "wyfold_prepare_channel_gluon", "wyfold_prepare_gluon"]
 
 
-def kernels_of(key: str) -> tuple[str, ...]:
+def kernels_of(key: LaunchKey) -> tuple[str, ...]:
     """Names of the kernels that calls of a key launch, for `explain`."""
-    return ("wyfold_prepare_channel_gluon",) if "channel" in key.split() else ("wyfold_prepare_gluon",)
+    return ("wyfold_prepare_channel_gluon",) if key.per_channel else ("wyfold_prepare_gluon",)
 
 
 def prepare(

@@ -9,7 +9,7 @@ from torch import Tensor
 from wyfold.kernels.records import GradientOutputs, PartialGradients
 from wyfold.kernels.recurrent.triton.tokens import WIDE
 from wyfold.runtime.chunk_layout import ChunkGrid
-from wyfold.runtime.kernel_configs import tile_width, tuned
+from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.triton import (
@@ -46,7 +46,7 @@ def reduce_partials(
             gradient is not requested.
     """
     (B, T, H, K), HV, gates = q.shape, partials.q.shape[2], gate_width(g)
-    config = tuned("recurrent.triton", "gather", q.device)
+    config = tuned("recurrent.triton", LaunchKey(launch="gather"), q.device)
     BT, BK = config.blocks["BT"], tile_width(K)
     tiles = B * -(-T // BT)
     dA_log = ddt_bias = None

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import Parameter
 
-from wyfold.runtime.kernel_configs import dtype_word
+from wyfold.runtime.kernel_configs import LaunchKey, dtype_word
 from wyfold.tile.activation.triton import sigmoid
 from wyfold.tile.decay.triton import gate_kind, load_token_gate, token_decay
 from wyfold.tile.index.triton import load_token_number, load_token_row
@@ -20,16 +20,18 @@ CLEARED: tl.constexpr = tl.constexpr(16)
 WIDE = torch.float32
 
 
-def launch_key(stored: torch.dtype, K: int, V: int, g: Tensor | None, *, v_first: bool, alone: bool = False) -> str:
+def launch_key(
+    stored: torch.dtype, K: int, V: int, g: Tensor | None, *, v_first: bool, alone: bool = False
+) -> LaunchKey:
     """Launch configuration key: the states' dtype, widths and layout, and the gate's kind.
 
     `alone` means that every sequence has one token, and one slot for its state.
     """
     order = "VK" if v_first else "KV"
-    return f"{dtype_word(stored)} K{K} V{V} {order} {gate_kind(g)}{' alone' * alone}"
+    return LaunchKey(dtype_word(stored), K, V, order=order, gate=gate_kind(g), alone=alone)
 
 
-def served_key(pool: Tensor, K: int, V: int, g: Tensor | None, *, v_first: bool, alone: bool) -> str:
+def served_key(pool: Tensor, K: int, V: int, g: Tensor | None, *, v_first: bool, alone: bool) -> LaunchKey:
     """`launch_key` of a call whose states are in the slots of a pool.
 
     `alone` requires states that begin at multiples of 16 bytes, and strides of slots and heads that are multiples of 16
@@ -41,9 +43,9 @@ def served_key(pool: Tensor, K: int, V: int, g: Tensor | None, *, v_first: bool,
     return launch_key(pool.dtype, K, V, g, v_first=v_first, alone=alone and aligned)
 
 
-def launch_key_bwd(K: int, V: int) -> str:
+def launch_key_bwd(K: int, V: int) -> LaunchKey:
     """Launch configuration key of `recurrent_bwd`."""
-    return f"K{K} V{V} bwd"
+    return LaunchKey(K=K, V=V, launch="bwd")
 
 
 @triton.jit

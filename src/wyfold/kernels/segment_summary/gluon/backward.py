@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from wyfold.kernels.records import Prepared
 from wyfold.runtime.chunk_layout import Segments
-from wyfold.runtime.kernel_configs import tuned
+from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.gluon import chunk_decay
@@ -65,7 +65,7 @@ def segment_summary_bwd(
     dST: Tensor | None,
     segments: Segments,
     options: DeltaOptions,
-    key: str,
+    key: LaunchKey,
     c: Tensor,
 ) -> None:
     """Gradients of the states entering the segments that begin at borders.
@@ -83,7 +83,7 @@ def segment_summary_bwd(
         c: [borders, HV, K, V] float32 view, written.
     """
     (HK, K), (HV, V), grid = q.shape[2:], do.shape[2:], segments.grid
-    config = tuned("segment_summary.gluon", f"{key} bwd", q.device)
+    config = tuned("segment_summary.gluon", key._replace(launch="bwd"), q.device)
     BV, parts = config.blocks["BV"], config.blocks["PARTS"]
     if prepared.q is None:
         q, k = tma_readable(q, grid.chunk_size, K), tma_readable(k, grid.chunk_size, K)

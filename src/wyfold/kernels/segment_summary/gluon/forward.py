@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from wyfold.kernels.records import Prepared
 from wyfold.runtime.chunk_layout import Segments
-from wyfold.runtime.kernel_configs import tuned
+from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.decay.gluon import chunk_decay
 from wyfold.tile.index.gluon import barrier, clear_lower, gluon_descriptors, quarters, tma_load, tma_load_upper
@@ -54,7 +54,7 @@ def segment_summary(
     prepared: Prepared,
     initial_state: Tensor | None,
     segments: Segments,
-    key: str,
+    key: LaunchKey,
     H: Tensor,
     M: Tensor,
 ) -> None:
@@ -74,7 +74,7 @@ def segment_summary(
             holds negative zeros.
     """
     (HK, K), (HV, V), grid = k.shape[2:], v.shape[2:], segments.grid
-    config = tuned("segment_summary.gluon", f"{key} fwd", k.device)
+    config = tuned("segment_summary.gluon", key._replace(launch="fwd"), k.device)
     BV, parts = config.blocks["BV"], config.blocks["PARTS"]
     if prepared.k is None:
         k = tma_readable(k, grid.chunk_size, K)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from wyfold.kernels.ttt import TTTInputs
 from wyfold.runtime.chunk_layout import ChunkGrid
-from wyfold.runtime.kernel_configs import Config, dtype_word, tile_width, tuned
+from wyfold.runtime.kernel_configs import Config, LaunchKey, dtype_word, tile_width, tuned
 from wyfold.tile.dot.triton import contracts, operand, precision
 
 SEGMENT = 64
@@ -44,19 +44,19 @@ class BackwardWorkspace(NamedTuple):
     step_partials: Tensor
 
 
-def launch_keys(dtype: torch.dtype, D: int, chunk_size: int) -> list[str]:
+def launch_keys(dtype: torch.dtype, D: int, chunk_size: int) -> list[LaunchKey]:
     """Configuration keys of all launches, in the order of `LAUNCHES`."""
     return [_launch_key(dtype, D, chunk_size, launch) for launch in LAUNCHES]
 
 
-def forward_scan_key(dtype: torch.dtype, D: int, chunk_size: int) -> str:
+def forward_scan_key(dtype: torch.dtype, D: int, chunk_size: int) -> LaunchKey:
     """Configuration key of the forward scan, which selects the backend; converts a symbolic D to an int."""
     return _launch_key(dtype, int(D), chunk_size, "forward")
 
 
 @functools.cache
-def _launch_key(dtype: torch.dtype, D: int, chunk_size: int, launch: str) -> str:
-    return f"{dtype_word(dtype)} K{D} V{D} C{chunk_size} {launch}"
+def _launch_key(dtype: torch.dtype, D: int, chunk_size: int, launch: str) -> LaunchKey:
+    return LaunchKey(dtype_word(dtype), D, D, C=chunk_size, launch=launch)
 
 
 def launch_options(x: TTTInputs, grid: ChunkGrid, chunk_size: int, launch: str) -> tuple[Config, dict[str, Any]]:

@@ -7,22 +7,23 @@ import torch
 
 import wyfold
 from wyfold import SequenceLayout
-from wyfold.ops import delta_call, plan_cache
-from wyfold.ops.delta_arguments import DeltaCall
+from wyfold.ops import gated_delta_rule, kda
+from wyfold.ops.delta_call import DELTA
+from wyfold.runtime import replay_cache
 
 
 @pytest.fixture
 def planned(monkeypatch) -> list[str]:
     """Names of the operators planned during the test, one entry per plan; the cache starts empty."""
     calls: list[str] = []
-    make_plan = delta_call.make_plan
 
-    def counted(call: DeltaCall):
-        calls.append(call.op)
-        return make_plan(call)
+    def counted(tensors, values):
+        calls.append(values.op)
+        return DELTA.make_plan(tensors, values)
 
-    monkeypatch.setattr(delta_call, "make_plan", counted)
-    monkeypatch.setattr(plan_cache, "_plans", {})
+    for module in (kda, gated_delta_rule):
+        monkeypatch.setattr(module, "DELTA", DELTA._replace(make_plan=counted))
+    monkeypatch.setattr(replay_cache, "_entries", {})
     return calls
 
 
@@ -33,7 +34,7 @@ def plain_call(**changes: Any) -> torch.Tensor:
 
 def test_a_call_like_an_earlier_one_is_not_planned_again(planned: list[str]):
     plain_call()
-    plain_call(q=torch.zeros(1, 4, 2, 8), v=torch.zeros(1, 4, 8, 2).mT)  # other numbers, other strides
+    plain_call(q=torch.zeros(1, 4, 2, 8))  # other numbers
     assert planned == ["chunk_kda"]
 
 
@@ -48,6 +49,7 @@ OTHER_CALLS = {
     "a flag": {"output_final_state": True},
     "a chunk size": {"chunk_size": 16},
     "a backend": {"backend": "eager"},
+    "strides": {"v": torch.zeros(1, 4, 8, 2).mT},
     "boundaries": {"cu_seqlens": torch.tensor([0, 4])},
     "a layout": {"cu_seqlens": SequenceLayout(torch.tensor([0, 4]), 4)},
     "a state": {"initial_state": torch.ones(1, 2, 8, 8)},
@@ -107,7 +109,7 @@ def test_contents_are_checked_each_time(planned: list[str]):
 
 
 def test_the_cache_is_cleared_when_full(planned: list[str], monkeypatch):
-    monkeypatch.setattr(plan_cache, "MAX_PLANS", 3)
+    monkeypatch.setattr(replay_cache, "CAPACITY", 3)
     for scale in range(1, 9):
         plain_call(scale=float(scale))
-        assert len(plan_cache._plans) <= 3
+        assert len(replay_cache._entries) <= 3
