@@ -19,7 +19,7 @@ from wyfold.cli.catalog import OVER_RANKS
 from wyfold.cli.distributed import DistributedWorld
 from wyfold.reference.shapes import Shape
 
-WORDS = ["bench", "gdn", "ttt", "--shapes", "1,250,1,2,8", "--rounds", "2", "--peers", "none"]
+WORDS = ["bench", "gdn", "ttt", "--shapes", "1,100,1,2,8", "--rounds", "2", "--peers", "none"]
 CASE = Case("gdn", Shape(1, 70, 1, 2, 8, 8), "mid", "float32", "fwdbwd", 0)
 
 
@@ -101,7 +101,7 @@ def broken(case, peers):
             raise MemoryError("no room")
         return o * 1.5 if dist.get_rank() == 1 else o
     return [implementations.replace(ours, call=call)]
-scaling.implementations_of, scaling.FAILED_WAIT_S = broken, 3.0
+scaling.implementations_of, scaling.FAILED_WAIT_S = broken, 1.0
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -112,14 +112,14 @@ def test_a_single_failing_rank(how: str, tmp_path: Path):
     """An error after the first tokens, while the other rank waits in a collective."""
     script = tmp_path / "script.py"
     script.write_text(BEYOND.replace("{how}", how))
-    words = ["bench", "gdn", "--shapes", "1,512,1,8", "--rounds", "1", "--peers", "none", "--mode", "fwd"]
-    words += ["--ranks", "2", "--out", str(tmp_path / "out"), "--dtype", "bfloat16"]
+    words = ["bench", "gdn", "--shapes", "1,128,1,8", "--rounds", "1", "--peers", "none", "--mode", "fwd"]
+    words += ["--ranks", "2", "--dtype", "bfloat16"]
     first, second = run_ranks([script, *words])
     assert first.returncode == 1, first.stderr
     if how == "wrong":
         assert "wrong: gdn fwd on 2 by wyfold.chunk_gated_delta_rule: o" in first.stdout
-        (row,) = json.loads(next((tmp_path / "out").glob("*-ranks2.json")).read_text())["rows"]
-        assert row["failed"] and row["milliseconds"] is None
+        (row,) = (line for line in first.stdout.splitlines() if line.startswith("gdn "))
+        assert row.endswith("wrong")  # the columns of times are empty
     else:
         assert second.returncode == 1 and "MemoryError: no room" in second.stderr
 

@@ -324,9 +324,17 @@ def test_threads_are_set_before_the_first_step(data, tmp_path, monkeypatch):
 def test_the_commands_of_the_first_page_run(tmp_path, monkeypatch, capsys):
     """docs/first_model.md with fewer steps; `report` is tested elsewhere."""
     page = (Path(__file__).resolve().parents[3] / "docs" / "first_model.md").read_text(encoding="utf-8")
-    page = page.replace("--steps 600", "--steps 4").replace("-00000600", "-00000004")
+    fewer = {
+        "--steps 600": "--steps 4",
+        "-00000600": "-00000004",
+        "-bytes 200": "-bytes 20",
+        "prompt, 100": "prompt, 9",
+    }
+    for words, others in fewer.items():
+        assert words in page
+        page = page.replace(words, others)
     monkeypatch.chdir(tmp_path)
-    Path("notes.txt").write_text("one two three " * 9000)
+    Path("notes.txt").write_text("one two three " * 4000)
     commands = re.findall(r"^wyfold (.*)", page, re.M)
     assert [command.split()[0] for command in commands] == ["train", "report", "train", "generate"]
     for command in commands:
@@ -513,7 +521,8 @@ DATA = Corpus.of("words", [word * 60 for word in (b"one two three ", b"red green
 
 
 def replicated(**changes):
-    return recipe(layers="gdn kda", depth=2, length=24, steps=4, eval_every=2, eval_bytes=96, lr=0.02, **changes)
+    sizes = {"layers": "gdn kda", "depth": 2, "length": 24, "steps": 4, "eval_every": 2, "eval_bytes": 96, "lr": 0.02}
+    return recipe(**sizes | changes)
 
 
 def alone():
@@ -560,11 +569,12 @@ def two_replicas_of_two_ranks(given, group):
 def deferred_reading(given, group):
     """Reading a step's metrics while the next one runs changes nothing; hosts agree without their devices."""
     folder, weights = given[0], []
+    settings = replicated(replicas=2, steps=2, eval_every=1)
     for behind in (False, True):
         world = DistributedWorld(torch.device("cpu"), cp=2)
         assert not world.async_metrics
         world.async_metrics = behind
-        run = Trainer(replicated(replicas=2), DATA, folder / f"behind {behind}", torch.device("cpu"), world=world)
+        run = Trainer(settings, DATA, folder / f"behind {behind}", torch.device("cpu"), world=world)
         assert run.train(100)
         weights.append({name: world.full_tensor(x) for name, x in run.model.state_dict().items()})
     assert all(torch.equal(x, weights[1][name]) for name, x in weights[0].items())
