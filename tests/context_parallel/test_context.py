@@ -254,6 +254,7 @@ class Modules:
 MODULES = {
     "DeltaNet": Modules(lambda: layers.DeltaNet(24, 2, 4, 16, 8, allow_neg_eigval=True), "contiguous"),
     "GatedDeltaNet": Modules(lambda: layers.GatedDeltaNet(24, 2, 4, 16, 8), "zigzag"),
+    "GatedDeltaNet2": Modules(lambda: layers.GatedDeltaNet2(24, 2, 4, 16, 8), "fragments"),
     "KimiDeltaAttention": Modules(lambda: layers.KimiDeltaAttention(24, 2, 4, 16, 8), "contiguous"),
     "TTTLinear": Modules(lambda: layers.TTTLinear(24, 2, 4, 16), "fragments"),
     "SoftmaxAttention": Modules(lambda: layers.SoftmaxAttention(24, 4, 2, 8), "contiguous"),

@@ -12,6 +12,7 @@ from wyfold import SequenceLayout, reference
 from wyfold.layers import (
     DeltaNet,
     GatedDeltaNet,
+    GatedDeltaNet2,
     GatedDeltaProduct,
     GatedLinearAttention,
     KimiDeltaAttention,
@@ -28,6 +29,7 @@ MIXERS: dict[str, Callable[[], nn.Module]] = {
     "gated_delta_net": lambda: GatedDeltaNet(WIDTH, 2, 4, 16, 8),
     "kda": lambda: KimiDeltaAttention(WIDTH, 2, 4, 16, 8, conv_size=3),
     "kda_bounded": lambda: KimiDeltaAttention(WIDTH, 2, 2, 8, 16, lower_bound=-5.0),
+    "gated_delta_net2": lambda: GatedDeltaNet2(WIDTH, 2, 4, 16, 8),
     "gated_delta_product": lambda: GatedDeltaProduct(WIDTH, 2, 4, 16, 8),
     "gla": lambda: GatedLinearAttention(WIDTH, 2, 4, 16, 8, decay_rank=4),
     "ttt_linear": lambda: TTTLinear(WIDTH, 2, 4, 16),

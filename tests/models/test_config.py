@@ -50,7 +50,7 @@ def test_a_configuration_owns_its_options():
         ({"norm_eps": float("nan")}, "norm_eps must be finite, got nan"),
         ({"pattern": ["kda"]}, "pattern must be a str, got list"),
         ({"pattern": " "}, "pattern must name at least one mixer, got ' '"),
-        ({"pattern": "kda mamba"}, "pattern must name delta_net, .*, attention, gdn, gdp, got 'mamba'"),
+        ({"pattern": "kda mamba"}, "pattern must name delta_net, .*, attention, gdn, gdn2, gdp, got 'mamba'"),
         ({"pattern": "kda*0"}, r"pattern must have a count of at least 1 after a \*, got 'kda\*0'"),
         ({"pattern": "kda*x"}, r"pattern must have a count of at least 1 after a \*, got 'kda\*x'"),
         ({"options": "window"}, "options must map mixers to their options, got str"),

@@ -5,6 +5,7 @@ from wyfold.layers.cache import DecodingCache, DecodingPools, LayerCache, LayerP
 from wyfold.layers.conv import ShortConvolution
 from wyfold.layers.delta_net import DeltaNet
 from wyfold.layers.gated_delta_net import DecayParameters, GatedDeltaNet
+from wyfold.layers.gated_delta_net2 import GatedDeltaNet2
 from wyfold.layers.gated_delta_product import GatedDeltaProduct
 from wyfold.layers.gla import GatedLinearAttention
 from wyfold.layers.kda import KimiDeltaAttention
@@ -18,6 +19,7 @@ __all__ = [
     "DecodingPools",
     "DeltaNet",
     "GatedDeltaNet",
+    "GatedDeltaNet2",
     "GatedDeltaProduct",
     "GatedLinearAttention",
     "GatedRMSNorm",

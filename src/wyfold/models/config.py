@@ -19,6 +19,7 @@ MIXERS: dict[str, type[nn.Module]] = {
     "delta_net": layers.DeltaNet,
     "gated_delta_net": layers.GatedDeltaNet,
     "kda": layers.KimiDeltaAttention,
+    "gated_delta_net2": layers.GatedDeltaNet2,
     "gated_delta_product": layers.GatedDeltaProduct,
     "gla": layers.GatedLinearAttention,
     "ttt_linear": layers.TTTLinear,
@@ -42,8 +43,8 @@ class DecoderConfig:
         hidden_size: Width of the residual stream.
         num_layers: Number of blocks.
         pattern: Names of mixers with optional counts, such as "kda*3 attention", repeated to num_layers. Names:
-            delta_net, gated_delta_net (gdn), kda, gated_delta_product (gdp), gla, ttt_linear,
-            path_attention, attention.
+            delta_net, gated_delta_net (gdn), kda, gated_delta_net2 (gdn2), gated_delta_product (gdp), gla,
+            ttt_linear, path_attention, attention.
         num_heads, num_v_heads, head_dim, head_v_dim, conv_size: Passed to every mixer that has such an argument.
         mlp_size: Inner width of the MLP. None: 8/3 of hidden_size, rounded up to a multiple of 16.
         tied: Use the embedding as the output matrix.

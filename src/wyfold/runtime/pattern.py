@@ -8,13 +8,14 @@ MIXERS = (
     "delta_net",
     "gated_delta_net",
     "kda",
+    "gated_delta_net2",
     "gated_delta_product",
     "gla",
     "ttt_linear",
     "path_attention",
     "attention",
 )
-ALIASES = {"gdn": "gated_delta_net", "gdp": "gated_delta_product"}
+ALIASES = {"gdn": "gated_delta_net", "gdn2": "gated_delta_net2", "gdp": "gated_delta_product"}
 _SHORT = {name: alias for alias, name in ALIASES.items()}
 
 MOST_LAYERS = 2**16

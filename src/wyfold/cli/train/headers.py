@@ -23,6 +23,7 @@ MARKS = {
     "ttt_linear": "token_step",
     "path_attention": "bt_proj.weight",
     "gla": "decay_up.bias",
+    "gated_delta_net2": "erase.weight",
     "kda": "decay_down.weight",
     "gated_delta_net": "decay.weight",
     "gated_delta_product": "gate.weight",
