@@ -12,11 +12,11 @@ from __future__ import annotations
 from wyfold.integrations.fla.acceleration import Acceleration, Report, accelerate
 from wyfold.integrations.fla.attention import parallel_path_attn
 from wyfold.integrations.fla.checkpoints import FlaCheckpoint, from_fla, to_fla
+from wyfold.integrations.fla.gla import GatedLinearAttention, chunk_gla, fused_recurrent_gla
 from wyfold.integrations.fla.layers import (
     DeltaNet,
     GatedDeltaNet,
     GatedDeltaProduct,
-    GatedLinearAttention,
     KimiDeltaAttention,
 )
 from wyfold.integrations.fla.low_rank import (
@@ -24,13 +24,10 @@ from wyfold.integrations.fla.low_rank import (
     chunk_dplr_delta_rule,
     chunk_gdn2,
     chunk_iplr_delta_rule,
-    chunk_rwkv7,
-    fused_mul_recurrent_rwkv7,
     fused_recurrent_comba,
     fused_recurrent_dplr_delta_rule,
     fused_recurrent_gdn2,
     fused_recurrent_iplr_delta_rule,
-    fused_recurrent_rwkv7,
 )
 from wyfold.integrations.fla.modules import FusedRMSNormGated, GatedMLP, L2Norm, RMSNorm, ShortConvolution
 from wyfold.integrations.fla.pieces import (
@@ -47,17 +44,15 @@ from wyfold.integrations.fla.recurrences import (
     chunk_gated_delta_product,
     chunk_gated_delta_rule,
     chunk_gdn,
-    chunk_gla,
     chunk_kda,
-    chunk_ttt_linear,
-    fused_chunk_ttt_linear,
     fused_recurrent_delta_rule,
     fused_recurrent_gated_delta_rule,
     fused_recurrent_gdn,
-    fused_recurrent_gla,
     fused_recurrent_kda,
 )
+from wyfold.integrations.fla.rwkv7 import chunk_rwkv7, fused_mul_recurrent_rwkv7, fused_recurrent_rwkv7
 from wyfold.integrations.fla.stand_in import StandIn, install, uninstall
+from wyfold.integrations.fla.ttt import chunk_ttt_linear, fused_chunk_ttt_linear
 
 __all__ = [
     "Acceleration",

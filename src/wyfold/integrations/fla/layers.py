@@ -1,4 +1,4 @@
-"""The delta rules' layers and GLA's as fla has them: their arguments, parameters and state_dicts.
+"""The delta rules' layers as fla has them: their arguments, parameters and state_dicts.
 
 A layer projects its input to queries, keys and values, convolves each over time, runs the recurrence, and projects the
 normalised, possibly gated, output back. The modules are those that fla's checkpoints name, so that they load in either
@@ -7,31 +7,26 @@ library; `wyfold.layers` has the same mixers with fewer, fused projections.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wyfold.integrations.fla.mixer import Mixer
-from wyfold.integrations.fla.modules import FusedRMSNormGated, RMSNorm
+from wyfold.integrations.fla.gla import GatedLinearAttention as GatedLinearAttention
+from wyfold.integrations.fla.mixer import Mixer, output_norm, step_bias, undecayed, whole
 from wyfold.integrations.fla.recurrences import (
     Result,
     chunk_delta_rule,
     chunk_gated_delta_product,
     chunk_gated_delta_rule,
-    chunk_gla,
     chunk_kda,
     fused_recurrent_delta_rule,
     fused_recurrent_gated_delta_rule,
-    fused_recurrent_gla,
     fused_recurrent_kda,
 )
 from wyfold.ops.delta_product import fused_recurrent_gated_delta_product
-from wyfold.ops.gla import WIDEST
 from wyfold.runtime import check
-from wyfold.runtime.check import UnsupportedError
 
 
 class DeltaNet(Mixer):
@@ -86,17 +81,17 @@ class DeltaNet(Mixer):
         self.use_beta, self.use_gate, self.allow_neg_eigval = use_beta, use_gate, allow_neg_eigval
         self.use_short_conv, self.conv_size, self.conv_bias = use_short_conv, conv_size, conv_bias
         self.layer_idx = layer_idx
-        self.key_dim = _whole("DeltaNet", "hidden_size * expand_k", self.hidden_size * expand_k)
-        self.value_dim = _whole("DeltaNet", "hidden_size * expand_v", self.hidden_size * expand_v)
-        self.head_k_dim = _whole("DeltaNet", "width of keys / num_heads", self.key_dim / num_heads)
-        self.head_v_dim = _whole("DeltaNet", "width of values / num_heads", self.value_dim / num_heads)
+        self.key_dim = whole("DeltaNet", "hidden_size * expand_k", self.hidden_size * expand_k)
+        self.value_dim = whole("DeltaNet", "hidden_size * expand_v", self.hidden_size * expand_v)
+        self.head_k_dim = whole("DeltaNet", "width of keys / num_heads", self.key_dim / num_heads)
+        self.head_v_dim = whole("DeltaNet", "width of values / num_heads", self.value_dim / num_heads)
         self._check_sizes("hidden_size * expand_k / num_heads", "hidden_size * expand_v / num_heads")
         self._add_projections("silu" if qk_activation == "silu" else None, conv_size, conv_bias)
         if use_beta:
             self.b_proj = nn.Linear(self.hidden_size, num_heads, bias=False)
         if use_gate:
             self.g_proj = nn.Linear(self.hidden_size, self.value_dim, bias=False)
-        self.o_norm = _norm(self.head_v_dim, norm_eps, "swish" if use_gate else None)
+        self.o_norm = output_norm(self.head_v_dim, norm_eps, "swish" if use_gate else None)
         self.o_proj = nn.Linear(self.value_dim, self.hidden_size, bias=False)
 
     def _activated(self, rows: Tensor) -> Tensor:
@@ -161,17 +156,17 @@ class GatedDeltaNet(Mixer):
         self.use_gate, self.allow_neg_eigval, self.layer_idx = use_gate, allow_neg_eigval, layer_idx
         self.use_short_conv, self.conv_size, self.conv_bias = use_short_conv, conv_size, conv_bias
         self.head_k_dim = head_dim
-        self.head_v_dim = _whole("GatedDeltaNet", "head_dim * expand_v", head_dim * expand_v)
+        self.head_v_dim = whole("GatedDeltaNet", "head_dim * expand_v", head_dim * expand_v)
         self.key_dim, self.value_dim = num_heads * self.head_k_dim, self.num_v_heads * self.head_v_dim
         self._check_sizes("head_dim", "head_dim * expand_v")
         self._add_projections("silu", conv_size, conv_bias)
         self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
         self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
-        self.A_log = _undecayed(torch.empty(self.num_v_heads))
-        self.dt_bias = _undecayed(torch.empty(self.num_v_heads))
+        self.A_log = undecayed(torch.empty(self.num_v_heads))
+        self.dt_bias = undecayed(torch.empty(self.num_v_heads))
         if use_gate:
             self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
-        self.o_norm = _norm(self.head_v_dim, norm_eps, output_gate_activation if use_gate else None)
+        self.o_norm = output_norm(self.head_v_dim, norm_eps, output_gate_activation if use_gate else None)
         self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
         self.reset_parameters()
 
@@ -179,7 +174,7 @@ class GatedDeltaNet(Mixer):
         """Draw the parameters of the decay: A from (0, 16), and steps of 0.001 to 0.1."""
         with torch.no_grad():
             self.A_log.copy_(torch.empty_like(self.A_log).uniform_(0, 16).log())
-            self.dt_bias.copy_(_step_bias(self.dt_bias))
+            self.dt_bias.copy_(step_bias(self.dt_bias))
 
     def _recurrence(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, recurrent: bool, options: dict[str, Any]
@@ -251,7 +246,7 @@ class GatedDeltaProduct(Mixer):
         self.allow_neg_eigval, self.num_householder = allow_neg_eigval, num_householder
         self.use_short_conv, self.conv_size, self.conv_bias = use_short_conv, conv_size, conv_bias
         self.head_k_dim = head_dim
-        self.head_v_dim = _whole("GatedDeltaProduct", "head_dim * expand_v", head_dim * expand_v)
+        self.head_v_dim = whole("GatedDeltaProduct", "head_dim * expand_v", head_dim * expand_v)
         self.key_dim, self.value_dim = num_heads * self.head_k_dim, self.num_v_heads * self.head_v_dim
         self._check_sizes("head_dim", "head_dim * expand_v")
         n = num_householder
@@ -259,11 +254,11 @@ class GatedDeltaProduct(Mixer):
         self.b_proj = nn.Linear(hidden_size, n * self.num_v_heads, bias=False)
         if use_forget_gate:
             self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
-            self.A_log = _undecayed(torch.empty(self.num_v_heads))
-            self.dt_bias = _undecayed(torch.empty(self.num_v_heads))
+            self.A_log = undecayed(torch.empty(self.num_v_heads))
+            self.dt_bias = undecayed(torch.empty(self.num_v_heads))
         if use_output_gate:
             self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
-        self.o_norm = _norm(self.head_v_dim, norm_eps, "swish" if use_output_gate else None)
+        self.o_norm = output_norm(self.head_v_dim, norm_eps, "swish" if use_output_gate else None)
         self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
         self.reset_parameters()
 
@@ -272,7 +267,7 @@ class GatedDeltaProduct(Mixer):
         if self.use_forget_gate:
             with torch.no_grad():
                 self.A_log.copy_(torch.empty_like(self.A_log).uniform_(0, 16).log())
-                self.dt_bias.copy_(_step_bias(self.dt_bias))
+                self.dt_bias.copy_(step_bias(self.dt_bias))
 
     def _recurrence(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, recurrent: bool, options: dict[str, Any]
@@ -287,116 +282,6 @@ class GatedDeltaProduct(Mixer):
         rule: Any = fused_recurrent_gated_delta_product if recurrent else chunk_gated_delta_product
         found: Result = rule(q, k, v, g, beta, n, use_qk_l2norm_in_kernel=True, **options)
         return found
-
-
-class GatedLinearAttention(Mixer):
-    """Gated linear attention; fla's layer of that name.
-
-    Args:
-        mode: "chunk" or "fused_recurrent", the form used in inference; short inputs and training choose by themselves.
-        hidden_size: Width of input and output.
-        expand_k, expand_v: Widths of all keys and of all values, in units of hidden_size. K, the width of a head's
-            keys, must be a multiple of 8 from 8 to 256, and V of its values from 8 to 512.
-        num_heads: Query heads.
-        num_kv_heads: Heads of keys, values and decays, which groups of query heads share. None: num_heads.
-        feature_map: None; others raise UnsupportedError.
-        use_short_conv: Convolve q, k and v over time.
-        conv_size, conv_bias: Filter length, and whether the convolutions have a bias.
-        use_output_gate: Gate the output.
-        gate_fn: "swish"; others raise UnsupportedError.
-        elementwise_affine: Use a weight in the output norm.
-        norm_eps: eps of the output norm.
-        gate_logit_normalizer: Divisor of the log decays.
-        gate_low_rank_dim: Inner width of the projection of the decays.
-        clamp_min: Lower bound of the log decays, or None.
-        fuse_norm: Name the norm of a gated output `g_norm_swish_gate`; otherwise `g_norm`.
-        layer_idx: Number of the layer in a cache.
-
-    Source:
-        arXiv:2312.06635.
-    """
-
-    def __init__(
-        self,
-        mode: str = "chunk",
-        hidden_size: int = 1024,
-        expand_k: float = 0.5,
-        expand_v: float = 1.0,
-        num_heads: int = 4,
-        num_kv_heads: int | None = None,
-        feature_map: str | None = None,
-        use_short_conv: bool = False,
-        conv_size: int = 4,
-        conv_bias: bool = False,
-        use_output_gate: bool = True,
-        gate_fn: str = "swish",
-        elementwise_affine: bool = True,
-        norm_eps: float = 1e-5,
-        gate_logit_normalizer: int = 16,
-        gate_low_rank_dim: int = 16,
-        clamp_min: float | None = None,
-        fuse_norm: bool = True,
-        layer_idx: int | None = None,
-    ):
-        super().__init__()
-        name = "GatedLinearAttention"
-        for option, value, ours in (("feature_map", feature_map, None), ("gate_fn", gate_fn, "swish")):
-            if value != ours:
-                raise UnsupportedError(
-                    f"{name}: {option}={value!r} is not offered", {"wyfold": f"it has {ours!r} only"}
-                )
-        self.mode, self.hidden_size, self.expand_k, self.expand_v = mode, hidden_size, expand_k, expand_v
-        self.num_heads = self.num_v_heads = num_heads
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads % self.num_kv_heads:
-            raise ValueError(f"{name}: num_heads must be a multiple of num_kv_heads = {num_kv_heads}, got {num_heads}")
-        self.use_short_conv, self.conv_size, self.conv_bias = use_short_conv, conv_size, conv_bias
-        self.use_output_gate, self.clamp_min, self.layer_idx = use_output_gate, clamp_min, layer_idx
-        self.gate_logit_normalizer = gate_logit_normalizer
-        self.key_dim = _whole(name, "hidden_size * expand_k", hidden_size * expand_k)
-        self.value_dim = _whole(name, "hidden_size * expand_v", hidden_size * expand_v)
-        self.head_k_dim = _whole(name, "width of keys / num_heads", self.key_dim / num_heads)
-        self.head_v_dim = _whole(name, "width of values / num_heads", self.value_dim / num_heads)
-        self._check_sizes("hidden_size * expand_k / num_heads", "hidden_size * expand_v / num_heads", WIDEST)
-        shared = self.num_kv_heads * self.head_k_dim
-        self._add_projections("silu", conv_size, conv_bias, (self.key_dim, shared, self.num_kv_heads * self.head_v_dim))
-        if use_output_gate:
-            self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
-        inner = nn.Linear(hidden_size, gate_low_rank_dim, bias=False)
-        self.gk_proj = nn.Sequential(inner, nn.Linear(gate_low_rank_dim, shared))
-        self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
-        if use_output_gate and fuse_norm:
-            self.g_norm_swish_gate = FusedRMSNormGated(self.head_v_dim, elementwise_affine, norm_eps)
-        else:
-            self.g_norm = RMSNorm(self.head_v_dim, elementwise_affine, eps=norm_eps, dtype=torch.float32)
-
-    def _convolved(
-        self, x: Tensor, last: dict[str, Any] | None, keep: bool, cu_seqlens: Tensor | None
-    ) -> tuple[list[Tensor], tuple[Tensor | None, ...] | None]:
-        if self.use_short_conv:
-            return super()._convolved(x, last, keep, cu_seqlens)
-        return [module(x) for module in self._three("proj")], None
-
-    def _recurrence(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, recurrent: bool, options: dict[str, Any]
-    ) -> Result:
-        raw = self.gk_proj(x).unflatten(-1, (-1, self.head_k_dim))
-        g = F.logsigmoid(raw.to(torch.promote_types(raw.dtype, torch.float32))) / self.gate_logit_normalizer
-        if self.clamp_min is not None:
-            g = g.clamp(min=self.clamp_min)
-        if self.num_kv_heads < self.num_heads:
-            k, v, g = (rows.repeat_interleave(self.num_heads // self.num_kv_heads, 2) for rows in (k, v, g))
-        rule = fused_recurrent_gla if recurrent else chunk_gla
-        return rule(q, k, v, g, state_v_first=True, **options)
-
-    def _output(self, x: Tensor, o: Tensor) -> Tensor:
-        gate = self.g_proj(x).unflatten(-1, (-1, self.head_v_dim)) if self.use_output_gate else None
-        if gate is not None and hasattr(self, "g_norm_swish_gate"):
-            o = self.g_norm_swish_gate(o, gate)
-        else:
-            o = self.g_norm(o) if gate is None else self.g_norm(o) * F.silu(gate)
-        y: Tensor = self.o_proj(o.flatten(-2))
-        return y
 
 
 class KimiDeltaAttention(Mixer):
@@ -447,17 +332,17 @@ class KimiDeltaAttention(Mixer):
         self.safe_gate, self.lower_bound = safe_gate, lower_bound
         self.use_short_conv, self.conv_size, self.conv_bias = use_short_conv, conv_size, conv_bias
         self.head_k_dim = head_dim
-        self.head_v_dim = _whole("KimiDeltaAttention", "head_dim * expand_v", head_dim * expand_v)
+        self.head_v_dim = whole("KimiDeltaAttention", "head_dim * expand_v", head_dim * expand_v)
         self.key_dim, self.value_dim = num_heads * self.head_k_dim, self.num_v_heads * self.head_v_dim
         self.gate_dim = self.num_v_heads * self.head_k_dim
         self._check_sizes("head_dim", "head_dim * expand_v")
         self._add_projections("silu", conv_size, conv_bias)
         self.f_proj = self._low_rank(self.gate_dim, bias=False)
         self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
-        self.A_log = _undecayed(torch.empty(self.num_v_heads))
-        self.dt_bias = _undecayed(torch.empty(self.gate_dim))
+        self.A_log = undecayed(torch.empty(self.num_v_heads))
+        self.dt_bias = undecayed(torch.empty(self.gate_dim))
         self.g_proj = self._low_rank(self.value_dim, bias=True)
-        self.o_norm = _norm(self.head_v_dim, norm_eps, "sigmoid")
+        self.o_norm = output_norm(self.head_v_dim, norm_eps, "sigmoid")
         self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
         self.reset_parameters()
 
@@ -471,7 +356,7 @@ class KimiDeltaAttention(Mixer):
         with torch.no_grad():
             drawn = torch.empty_like(self.A_log).uniform_(1, 16)
             self.A_log.copy_(torch.zeros_like(drawn) if self.safe_gate else drawn.log())
-            self.dt_bias.copy_(_step_bias(self.dt_bias))
+            self.dt_bias.copy_(step_bias(self.dt_bias))
 
     def _recurrence(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, recurrent: bool, options: dict[str, Any]
@@ -495,29 +380,3 @@ class KimiDeltaAttention(Mixer):
             lower_bound=self.lower_bound,
             **options,
         )
-
-
-def _whole(layer: str, what: str, value: float) -> int:
-    if not math.isclose(value, round(value)):
-        raise ValueError(f"{layer}: {what} must be a whole number, got {value}")
-    return round(value)
-
-
-def _norm(width: int, eps: float, activation: str | None) -> nn.Module:
-    """The norm of the output, gated if there is an activation."""
-    if activation is None:
-        return RMSNorm(width, eps=eps, dtype=torch.float32)
-    return FusedRMSNormGated(width, eps=eps, activation=activation)
-
-
-def _undecayed(values: Tensor) -> nn.Parameter:
-    """A float32 parameter that fla's optimizers exempt from weight decay by this attribute."""
-    parameter = nn.Parameter(values.float())
-    parameter._no_weight_decay = True  # type: ignore[attr-defined]
-    return parameter
-
-
-def _step_bias(like: Tensor) -> Tensor:
-    """Biases whose softplus is spread evenly in log over 0.001 to 0.1."""
-    step = torch.empty_like(like).uniform_(math.log(0.001), math.log(0.1)).exp().clamp(min=1e-4)
-    return step + (-(-step).expm1()).log()

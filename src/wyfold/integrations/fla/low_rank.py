@@ -1,4 +1,4 @@
-"""DPLR, IPLR, RWKV-7, GDN-2 and Comba under fla's names, with fla's argument order and keywords.
+"""DPLR, IPLR, GDN-2 and Comba under fla's names, with fla's argument order and keywords.
 
 The operator that a function calls documents formula, arguments, results and errors; docstrings here list differences.
 `safe_gate` and `lower_bound` of DPLR and RWKV-7 are assumptions that license a faster path in fla. Wyfold computes any
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from wyfold.integrations.fla.ranks import wyfold_context
 from wyfold.integrations.fla.recurrences import Result, v_first
-from wyfold.ops import comba, dplr, gdn2, rwkv7
+from wyfold.ops import comba, dplr, gdn2
 from wyfold.runtime import check
 from wyfold.runtime.check import UnsupportedError
 
@@ -36,7 +36,7 @@ def chunk_dplr_delta_rule(
 ) -> Result:
     """`wyfold.chunk_dplr_delta_rule`; float32 is no warning."""
     op = "chunk_dplr_delta_rule"
-    _check_assumptions(op, safe_gate, lower_bound)
+    check_assumptions(op, safe_gate, lower_bound)
     context = wyfold_context(op, cp_context, initial_state, output_final_state)
     o, state = dplr.chunk_dplr_delta_rule(
         q,
@@ -71,7 +71,7 @@ def fused_recurrent_dplr_delta_rule(
     cu_seqlens: Tensor | None = None,
 ) -> Result:
     """`wyfold.fused_recurrent_dplr_delta_rule`, with a backward; `reverse=True` raises UnsupportedError."""
-    _refuse_reverse("fused_recurrent_dplr_delta_rule", reverse)
+    refuse_reverse("fused_recurrent_dplr_delta_rule", reverse)
     o, state = dplr.fused_recurrent_dplr_delta_rule(
         q,
         k,
@@ -136,104 +136,6 @@ def fused_recurrent_iplr_delta_rule(
         v,
         a,
         b,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-    )[:2]
-    return o, state
-
-
-def chunk_rwkv7(
-    r: Tensor,
-    w: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scale: float = 1.0,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    safe_gate: bool = False,
-    chunk_size: int | None = None,
-    disable_recompute: bool = False,
-    cp_context: object = None,
-    lower_bound: float | None = None,
-) -> Result:
-    """`wyfold.chunk_rwkv7`."""
-    _check_assumptions("chunk_rwkv7", safe_gate, lower_bound)
-    context = wyfold_context("chunk_rwkv7", cp_context, initial_state, output_final_state)
-    o, state = rwkv7.chunk_rwkv7(
-        r,
-        w,
-        k,
-        v,
-        a,
-        b,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=None if context else cu_seqlens,
-        cu_seqlens_cpu=None if context else cu_seqlens_cpu,
-        chunk_size=chunk_size,
-        disable_recompute=disable_recompute,
-        cp_context=context,
-    )[:2]
-    return o, state
-
-
-def fused_recurrent_rwkv7(
-    r: Tensor,
-    w: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = True,
-    cu_seqlens: Tensor | None = None,
-) -> Result:
-    """`wyfold.fused_recurrent_rwkv7`, with a backward; as in fla, the default scale is K ** -0.5, not 1."""
-    o, state = rwkv7.fused_recurrent_rwkv7(
-        r,
-        w,
-        k,
-        v,
-        a,
-        b,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-    )[:2]
-    return o, state
-
-
-def fused_mul_recurrent_rwkv7(
-    r: Tensor,
-    w: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    kk: Tensor,
-    a: Tensor,
-    scale: float = 1.0,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> Result:
-    """`wyfold.fused_mul_recurrent_rwkv7`, with a backward; `reverse=True` raises UnsupportedError."""
-    _refuse_reverse("fused_mul_recurrent_rwkv7", reverse)
-    o, state = rwkv7.fused_mul_recurrent_rwkv7(
-        r,
-        w,
-        k,
-        v,
-        kk,
-        a,
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
@@ -409,13 +311,15 @@ def fused_recurrent_comba(
     return o, state
 
 
-def _check_assumptions(op: str, safe_gate: bool, lower_bound: float | None) -> None:
+def check_assumptions(op: str, safe_gate: bool, lower_bound: float | None) -> None:
+    """Check what fla takes as an assumption."""
     check.flag(op, safe_gate=safe_gate)
     if lower_bound is not None and check.number(op, "lower_bound", lower_bound) >= 0:
         raise ValueError(f"{op}: lower_bound must be below 0, got {lower_bound}")
 
 
-def _refuse_reverse(op: str, reverse: bool) -> None:
+def refuse_reverse(op: str, reverse: bool) -> None:
+    """Refuse a call that runs backward in time."""
     check.flag(op, reverse=reverse)
     if reverse:
         raise UnsupportedError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wyfold.integrations.fla.modules import ShortConvolution
+from wyfold.integrations.fla.modules import FusedRMSNormGated, RMSNorm, ShortConvolution
 from wyfold.integrations.fla.padding import (
     get_layer_cache,
     repad_hidden_states,
@@ -154,3 +155,30 @@ class Mixer(nn.Module):
         o = self.o_norm(o) if gate is None else self.o_norm(o, gate(x).unflatten(-1, (-1, self.head_v_dim)))
         y: Tensor = self.get_submodule("o_proj")(o.flatten(-2))
         return y
+
+
+def whole(layer: str, what: str, value: float) -> int:
+    """Round a size that must be a whole number."""
+    if not math.isclose(value, round(value)):
+        raise ValueError(f"{layer}: {what} must be a whole number, got {value}")
+    return round(value)
+
+
+def output_norm(width: int, eps: float, activation: str | None) -> nn.Module:
+    """The norm of the output, gated if there is an activation."""
+    if activation is None:
+        return RMSNorm(width, eps=eps, dtype=torch.float32)
+    return FusedRMSNormGated(width, eps=eps, activation=activation)
+
+
+def undecayed(values: Tensor) -> nn.Parameter:
+    """A float32 parameter that fla's optimizers exempt from weight decay by this attribute."""
+    parameter = nn.Parameter(values.float())
+    parameter._no_weight_decay = True  # type: ignore[attr-defined]
+    return parameter
+
+
+def step_bias(like: Tensor) -> Tensor:
+    """Biases whose softplus is spread evenly in log over 0.001 to 0.1."""
+    step = torch.empty_like(like).uniform_(math.log(0.001), math.log(0.1)).exp().clamp(min=1e-4)
+    return step + (-(-step).expm1()).log()

@@ -1,4 +1,4 @@
-"""Delta rules, GLA and TTT-Linear under fla's names, with fla's argument order and keywords.
+"""Delta rules under fla's names, with fla's argument order and keywords.
 
 The operator that a function calls documents formula, arguments, results and errors; docstrings here list differences.
 Arguments that only affect fla's implementation are accepted and ignored. Arguments that Wyfold cannot honour raise
@@ -12,7 +12,7 @@ import warnings
 from torch import Tensor
 
 from wyfold.integrations.fla.ranks import wyfold_context
-from wyfold.ops import delta_product, delta_rule, gated_delta_rule, gla, kda, ttt_linear
+from wyfold.ops import delta_product, delta_rule, gated_delta_rule, kda
 from wyfold.runtime import check
 from wyfold.runtime.check import UnsupportedError
 
@@ -352,107 +352,6 @@ def chunk_gated_delta_product(
     return o, state
 
 
-def chunk_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    *,
-    transpose_state_layout: bool | None = None,
-) -> Result:
-    """`wyfold.chunk_gla`; unlike fla's, keys may have fewer heads than values, and be at most 256 wide."""
-    o, state = gla.chunk_gla(
-        q,
-        k,
-        v,
-        g,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_v_first=v_first("chunk_gla", state_v_first, transpose_state_layout),
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-    )[:2]
-    return o, state
-
-
-def fused_recurrent_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gk: Tensor | None = None,
-    gv: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    reverse: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    *,
-    transpose_state_layout: bool | None = None,
-) -> Result:
-    """`wyfold.fused_recurrent_gla`; `reverse` raises UnsupportedError."""
-    if reverse:
-        raise UnsupportedError(
-            "fused_recurrent_gla: reverse=True is not offered",
-            {"wyfold": "flip the tokens of a dense batch, x.flip(1), before the call and the output after it"},
-        )
-    o, state = gla.fused_recurrent_gla(
-        q,
-        k,
-        v,
-        gk,
-        gv,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_v_first=v_first("fused_recurrent_gla", state_v_first, transpose_state_layout),
-        cu_seqlens=cu_seqlens,
-    )[:2]
-    return o, state
-
-
-def chunk_ttt_linear(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: Tensor,
-    b: Tensor,
-    eta: Tensor | float,
-    scale: float | None = None,
-    eps: float = 1e-6,
-    chunk_size: int = 16,
-    initial_state: Tensor | None = None,
-    initial_state_bias: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`wyfold.chunk_ttt_linear`; packed sequences have a backward, and padding is never read."""
-    return ttt_linear.chunk_ttt_linear(
-        q,
-        k,
-        v,
-        w,
-        b,
-        eta,
-        scale=scale,
-        eps=eps,
-        chunk_size=chunk_size,
-        initial_state=initial_state,
-        initial_state_bias=initial_state_bias,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-    )
-
-
-fused_chunk_ttt_linear = chunk_ttt_linear
 chunk_gdn = chunk_gated_delta_rule
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule
 

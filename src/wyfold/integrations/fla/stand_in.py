@@ -18,6 +18,7 @@ from wyfold.integrations.fla import (
     attention,
     environment,
     functions,
+    gla,
     indices,
     layers,
     low_rank,
@@ -26,6 +27,8 @@ from wyfold.integrations.fla import (
     padding,
     pieces,
     ranks,
+    rwkv7,
+    ttt,
 )
 from wyfold.integrations.fla import recurrences as rules
 from wyfold.runtime import check
@@ -48,13 +51,13 @@ _GDN_NAIVE = _of(naive, "naive_chunk_gated_delta_rule", "naive_recurrent_gated_d
 _KDA = _of(rules, "chunk_kda", "fused_recurrent_kda")
 _DPLR = _of(low_rank, "chunk_dplr_delta_rule", "fused_recurrent_dplr_delta_rule")
 _IPLR = _of(low_rank, "chunk_iplr_delta_rule", "fused_recurrent_iplr_delta_rule")
-_RWKV7_STEPS = _of(low_rank, "fused_mul_recurrent_rwkv7", "fused_recurrent_rwkv7")
-_RWKV7 = {**_of(low_rank, "chunk_rwkv7"), **_RWKV7_STEPS}
+_RWKV7_STEPS = _of(rwkv7, "fused_mul_recurrent_rwkv7", "fused_recurrent_rwkv7")
+_RWKV7 = {**_of(rwkv7, "chunk_rwkv7"), **_RWKV7_STEPS}
 _GDN2 = _of(low_rank, "chunk_gdn2", "fused_recurrent_gdn2")
 _COMBA = _of(low_rank, "chunk_comba", "fused_recurrent_comba")
 _PRODUCT = _of(rules, "chunk_gated_delta_product")
-_GLA = _of(rules, "chunk_gla", "fused_recurrent_gla")
-_TTT = _of(rules, "chunk_ttt_linear", "fused_chunk_ttt_linear")
+_GLA = _of(gla, "chunk_gla", "fused_recurrent_gla")
+_TTT = _of(ttt, "chunk_ttt_linear", "fused_chunk_ttt_linear")
 _PATH = _of(attention, "parallel_path_attn")
 _SOLVE = _of(pieces, "solve_tril")
 _CONV = {
@@ -101,7 +104,7 @@ MODULES: dict[str, _Names] = {
         **_KDA,
         **_DPLR,
         **_IPLR,
-        **_of(low_rank, "chunk_rwkv7", "fused_recurrent_rwkv7"),
+        **_of(rwkv7, "chunk_rwkv7", "fused_recurrent_rwkv7"),
         **_COMBA,
         **_PATH,
         **_PRODUCT,
@@ -121,7 +124,7 @@ MODULES: dict[str, _Names] = {
     "fla.ops.generalized_delta_rule.iplr.chunk": _of(low_rank, "chunk_iplr_delta_rule"),
     "fla.ops.generalized_delta_rule.iplr.fused_recurrent": _of(low_rank, "fused_recurrent_iplr_delta_rule"),
     "fla.ops.rwkv7": _RWKV7,
-    "fla.ops.rwkv7.chunk": _of(low_rank, "chunk_rwkv7"),
+    "fla.ops.rwkv7.chunk": _of(rwkv7, "chunk_rwkv7"),
     "fla.ops.rwkv7.fused_recurrent": _RWKV7_STEPS,
     "fla.ops.delta_rule": _DELTA,
     "fla.ops.delta_rule.chunk": _of(rules, "chunk_delta_rule"),
@@ -135,8 +138,8 @@ MODULES: dict[str, _Names] = {
     "fla.ops.gated_delta_product": _PRODUCT,
     "fla.ops.gated_delta_product.chunk": _PRODUCT,
     "fla.ops.gla": _GLA,
-    "fla.ops.gla.chunk": _of(rules, "chunk_gla"),
-    "fla.ops.gla.fused_recurrent": _of(rules, "fused_recurrent_gla"),
+    "fla.ops.gla.chunk": _of(gla, "chunk_gla"),
+    "fla.ops.gla.fused_recurrent": _of(gla, "fused_recurrent_gla"),
     "fla.ops.kda": _KDA,
     "fla.ops.kda.chunk": _of(rules, "chunk_kda"),
     "fla.ops.kda.fused_recurrent": _of(rules, "fused_recurrent_kda"),
@@ -148,8 +151,8 @@ MODULES: dict[str, _Names] = {
     "fla.ops.path_attn": _PATH,
     "fla.ops.path_attn.parallel": _PATH,
     "fla.ops.ttt": _TTT,
-    "fla.ops.ttt.chunk": _of(rules, "chunk_ttt_linear"),
-    "fla.ops.ttt.fused_chunk": _of(rules, "fused_chunk_ttt_linear"),
+    "fla.ops.ttt.chunk": _of(ttt, "chunk_ttt_linear"),
+    "fla.ops.ttt.fused_chunk": _of(ttt, "fused_chunk_ttt_linear"),
     "fla.ops.ttt.naive": _of(naive, "chunk_ttt_linear_ref"),
     "fla.ops.utils": {**_SOLVE, **_INDEX},
     "fla.ops.utils.index": {**_INDEX, **_of(indices, "prepare_split_cu_seqlens")},
@@ -180,7 +183,7 @@ MODULES: dict[str, _Names] = {
     "fla.layers.delta_net": _of(layers, "DeltaNet"),
     "fla.layers.gated_deltanet": _of(layers, "GatedDeltaNet"),
     "fla.layers.gated_deltaproduct": _of(layers, "GatedDeltaProduct"),
-    "fla.layers.gla": _of(layers, "GatedLinearAttention"),
+    "fla.layers.gla": _of(gla, "GatedLinearAttention"),
     "fla.layers.kda": _of(layers, "KimiDeltaAttention"),
     "fla.layers.utils": _of(
         padding,
