@@ -131,6 +131,24 @@ def test_another_toolchain_or_source_is_checked_again(change: dict[str, str], ma
     assert machine.runs == 2
 
 
+def test_versions_and_sources_make_the_toolchain(tmp_path: Path, monkeypatch):
+    """Any change of a file that decides what is launched is another toolchain."""
+    rooms = ("autograd", "kernels", "runtime", "tile")
+    for name in rooms:
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(self_check.resources, "files", lambda _: tmp_path)
+    hashes = {self_check._source_hash.__wrapped__()}
+    for name in rooms:
+        for file in ("triton.py", "sm_90.json"):
+            (tmp_path / name / file).write_text("1")
+            hashes.add(self_check._source_hash.__wrapped__())
+    assert len(hashes) == 1 + 2 * len(rooms)
+    monkeypatch.setattr(self_check, "_source_hash", lambda: "these kernels")
+    found = self_check.toolchain.__wrapped__()
+    assert found.keys() == {"triton", "torch", "cuda", "ptxas", "interpreted", "sources"}
+    assert found["torch"] == torch.__version__ and found["sources"] == "these kernels"
+
+
 @pytest.mark.parametrize(
     "other",
     [

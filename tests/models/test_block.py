@@ -55,3 +55,14 @@ def test_selective_recomputation_runs_no_recurrence_twice(model, ids, monkeypatc
 def test_unknown_recomputation_is_refused(model):
     with pytest.raises(ValueError, match="what must be"):
         model.recompute("everything")
+
+
+def test_a_call_with_a_cache_is_not_recomputed(model, ids):
+    """Recomputed, a layer would go on from the state that its first run left."""
+    found = []
+    for what in (None, *models.RECOMPUTED):
+        model.recompute(what)
+        cache = model.new_cache(len(ids))
+        model(ids[:, :20], cache=cache)
+        found.append(model(ids[:, 20:], cache=cache)[0])
+    assert all(torch.equal(found[0], x) for x in found[1:])

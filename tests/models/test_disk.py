@@ -1,10 +1,12 @@
 """Saving and loading a decoder."""
 
 import dataclasses
+import re
 import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from wyfold.models import Decoder, DecoderConfig
 
@@ -44,6 +46,18 @@ def test_loading_errors_name_the_file(config, tmp_path):
     Decoder(config).save(tmp_path)
     (tmp_path / "config.json").write_text(dataclasses.replace(config, num_layers=3).to_json())
     with pytest.raises(ValueError, match=r"^Decoder.load: .*model.safetensors must hold .*, 3 layers, got 5; "):
+        Decoder.load(tmp_path)
+
+
+def test_a_tensor_of_another_shape_is_named(config, tmp_path):
+    """Before the model is built, also where names and the sizes of the configuration agree."""
+    Decoder(config).save(tmp_path)
+    file, name = tmp_path / "model.safetensors", "blocks.1.mlp.out.weight"
+    tensors = load_file(file)
+    tensors[name] = tensors[name].mT.contiguous()
+    save_file(tensors, file)
+    got = re.escape(str(list(tensors[name].shape)))
+    with pytest.raises(ValueError, match=rf"^Decoder.load: {file} must hold .*, {name} .*, got {got}; "):
         Decoder.load(tmp_path)
 
 

@@ -47,12 +47,26 @@ def encoded(address: int, *rest: Any) -> tuple[Any, ...]:
     return "box", address, *map(str, rest)
 
 
-class LoggedLauncher:
-    """Launcher of a compiled kernel on the fake GPU: appends each launch to `lines`."""
+def alignment(arguments: tuple[Any, ...]) -> str:
+    """For each tensor of a launch, 1 if Triton compiles the kernel for an address that is a multiple of 16, else 0."""
+    found = ""
+    for x in arguments:
+        if isinstance(x, tuple):
+            found += alignment(x)
+        elif isinstance(x, torch.Tensor):
+            found += str(int(x.data_ptr() % 16 == 0))
+    return found
 
-    def __init__(self, lines: list[tuple[Any, ...]], name: str, boxes: int):
+
+class LoggedLauncher:
+    """Launcher of a compiled kernel on the fake GPU: appends each launch to `lines`.
+
+    A line has the kernel's name, the alignment of the addresses that it was compiled for, and the launch's numbers.
+    """
+
+    def __init__(self, lines: list[tuple[Any, ...]], name: str, boxes: int, aligned: str):
         layout = {"swizzle": 0, "elem_size": 0, "elem_type": 0, "block_size": 0, "fp4_padded": False}
-        launcher, tensordesc_meta = (lambda *x: lines.append((name, *x))), [layout] * boxes
+        launcher, tensordesc_meta = (lambda *x: lines.append((name, aligned, *x))), [layout] * boxes
 
         def inner(*arguments: Any) -> None:
             launcher(*arguments, *tensordesc_meta)
@@ -71,7 +85,9 @@ def lines() -> Iterator[list[tuple[Any, ...]]]:
     def run(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **fixed: Any) -> Any:
         boxes = sum(hasattr(x, "block_shape") for x in arguments)
         return SimpleNamespace(
-            run=LoggedLauncher(found, self.__name__, boxes), function=self.__name__, packed_metadata=()
+            run=LoggedLauncher(found, self.__name__, boxes, alignment(arguments)),
+            function=self.__name__,
+            packed_metadata=(),
         )
 
     with (
