@@ -184,6 +184,8 @@ COMPARISONS: dict[str, Any] = {
     "row and column": delta("dplr_delta_rule", 16, disable_recompute=True),
     "erase and write gates": delta("gdn2", 17, gate="model"),
     "read key, dense": delta("comba", 18, B=2, layout="zigzag"),
+    "writes that erase nothing": delta("gla", 20),
+    "writes that erase nothing, dense": delta("gla", 21, B=2, gate="reset one"),
     "convolution": convolution(1, 4, activation="silu"),
     "convolution, zigzag": convolution(4, 4),
     "long filter": convolution(5, 8, activation="silu"),

@@ -33,6 +33,7 @@ CALLS = [
     {"T": 300, "H": 2, "cu": [0, 70, 70, 198, 240]},
     {"T": 200, "H": 2, "norm": True, "activated": torch.bfloat16},
     {"T": 200, "cu": [0, 70, 190], "activated": torch.float32},
+    {"T": 200, "cu": [0, 70, 190], "gate": "harsh", "norm": True, "erases": False},
 ]
 KINDS = ["channel", "scalar", "none"]
 CASES = cases(CALLS, KINDS)
@@ -96,13 +97,14 @@ def draw(
     strided: bool = False,
     norm: bool = False,
     activated: torch.dtype | None = None,
+    erases: bool = True,
 ) -> Call:
     """A random call; activated: the gate has this dtype, and the kernel computes the log gate from it."""
     x, raw, parameters = drawn(kind, gate, (B, T, H), norm, activated)
     spans = [(0, a, b) for a, b in itertools.pairwise(cu)] if cu else [(b, 0, T) for b in range(B)]
-    want = truth(x, raw, spans, norm, parameters)
+    want = truth(x, raw, spans, norm, parameters, erases)
     grid = chunk_grid(B, T, C, torch.tensor(cu) if cu else None)
-    lie = borders(x, spans, grid, norm)
+    lie = borders(x, spans, grid, norm, erases)
     for y in (x.q, x.k, x.do, *(() if raw is None else (raw,))):
         y[:, spans[-1][2] :] = torch.nan
     q = x.q
@@ -110,7 +112,7 @@ def draw(
         q = q[..., None].expand(*q.shape, 2).flatten(-2)[..., ::2]
         raw = None if raw is None else raw.transpose(1, 2).contiguous().transpose(1, 2)
     given = {"q": q, "k": x.k, "v": x.v, "g": raw, "beta": x.beta, **parameters}
-    how = options(scale=SCALE, qk_l2norm=norm, activation="softplus" if activated else "given")
+    how = options(scale=SCALE, qk_l2norm=norm, activation="softplus" if activated else "given", erases=erases)
     return Call(kind, given, x.do, lie, grid, how, spans[-1][2], want)
 
 
@@ -143,12 +145,17 @@ def log_gate(raw: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
     return -A_log.exp()[:, None] * torch.nn.functional.softplus(raw + dt_bias.view(*A_log.shape, -1))
 
 
+def unit_rows(*rows: Tensor) -> list[Tensor]:
+    return [x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in rows]
+
+
 def truth(
     x: Tokens,
     raw: Tensor | None,
     spans: list[tuple[int, int, int]],
     norm: bool,
     parameters: dict[str, Tensor | None],
+    erases: bool,
 ) -> dict[str, Tensor]:
     """Gradients of all arguments; those of padding tokens are zero."""
     given = {"q": x.q, "k": x.k, "v": x.v, "g": raw, "beta": x.beta, **parameters}
@@ -164,12 +171,16 @@ def truth(
         if "A_log" in leaves:
             g = log_gate(g, leaves["A_log"], leaves["dt_bias"])
         g = g.clamp(min=log_gate_floor(torch.float32)).expand(*q.shape[:3], K)
-        y = reference.kda(q, k, v, g, beta, scale=SCALE, use_qk_l2norm_in_kernel=norm)[0]
+        if erases:
+            y = reference.kda(q, k, v, g, beta, scale=SCALE, use_qk_l2norm_in_kernel=norm)[0]
+        else:
+            q, k = unit_rows(q, k) if norm else (q, k)
+            y = reference.gla(q, k, v * beta[..., None], g, scale=SCALE)[0]
         total = total + (y * x.do[b : b + 1, begin:end].double()).sum()
     return dict(zip(leaves, torch.autograd.grad(total, list(leaves.values())), strict=True))
 
 
-def borders(x: Tokens, spans: list[tuple[int, int, int]], grid: Any, norm: bool) -> TokenBorders:
+def borders(x: Tokens, spans: list[tuple[int, int, int]], grid: Any, norm: bool, erases: bool) -> TokenBorders:
     """The output of `scan_bwd`, in float64 and then rounded."""
     H = x.q.shape[2]
     wide = x._replace(
@@ -177,14 +188,14 @@ def borders(x: Tokens, spans: list[tuple[int, int, int]], grid: Any, norm: bool)
         g=x.g.double().clamp(min=log_gate_floor(torch.float32)),
     )  # fmt: skip
     if norm:
-        q, k = (y * (y.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for y in (wide.q, wide.k))
+        q, k = unit_rows(wide.q, wide.k)
         wide = wide._replace(q=q, k=k)
     S_, dS_ = torch.full((2, grid.chunks * H, V, K), 7.0)
     e_, X_ = torch.full((2, grid.chunks * H, C, V), 7.0)
     for n, (b, begin, end) in enumerate(spans):
         first = n * grid.per_sequence if grid.cu is None else int(grid.first[n])
         for h in range(H):
-            chunks = [Chunk(*(y[b, t : min(t + C, end), h] for y in wide)) for t in range(begin, end, C)]
+            chunks = [Chunk(*(y[b, t : min(t + C, end), h] for y in wide), erases) for t in range(begin, end, C)]
             S, states = torch.zeros(K, V).double(), []
             for one in chunks:
                 states.append(S)
@@ -204,13 +215,13 @@ def borders(x: Tokens, spans: list[tuple[int, int, int]], grid: Any, norm: bool)
 class Chunk:
     """One chunk of one head: decayed rows, grams, and A = (I + diag(beta) J)^-1."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, do: Tensor):
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, do: Tensor, erases: bool):
         G = g.cumsum(0).expand(-1, K)
         self.total, self.v, self.beta, self.do = G[-1], v, beta, do
-        self.q_in, self.k_in, self.k_out = q * G.exp(), k * G.exp(), k * (G[-1] - G).exp()
+        self.q_in, self.k_in, self.k_out = q * G.exp(), erases * k * G.exp(), k * (G[-1] - G).exp()
         decay = (G[:, None] - G[None]).clamp(max=0).exp()
         J, P = (torch.einsum("rc,sc,rsc->rs", x, k, decay) for x in (k, q))
-        self.J, self.P = J.tril(-1), P.tril()
+        self.J, self.P = erases * J.tril(-1), P.tril()
         self.A = torch.linalg.inv(torch.eye(len(q)).double() + beta * self.J)
 
     def R(self, S: Tensor) -> Tensor:

@@ -28,11 +28,14 @@ CALLS = [
     {"strided": True, "T": 100},
     {"narrow": True},
     {"softplus": True},
+    {"erases": False, "gate": "reset"},
 ]
 CASES = cases(CALLS)
 
 
-def truth(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, norm: bool, spans: list[tuple[int, int, int]]) -> list[Tensor]:
+def truth(
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, norm: bool, erases: bool, spans: list[tuple[int, int, int]]
+) -> list[Tensor]:
     """The expected tiles of all chunks, in order: total, decayed q and k, E, F^T, W^T."""
     q, k, g, beta = (x.double() for x in (q, k, g, beta))
     if norm:
@@ -44,17 +47,17 @@ def truth(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, norm: bool, spans: list
             tokens = row, slice(t, min(t + C, high))
             keys, queries = filled(k[*tokens, h // shared]), filled(q[*tokens, h // shared])
             gates, strength = filled(g[*tokens, h]), filled(beta[*tokens, h, None])
-            found.append(chunk(queries, keys, gates, strength))
+            found.append(chunk(queries, keys, gates, strength, erases))
     return [torch.stack(x) for x in zip(*found, strict=True)]
 
 
-def chunk(q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
+def chunk(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, erases: bool) -> tuple[Tensor, ...]:
     i = torch.arange(C)
     # A difference of prefix sums would lose digits, so the gates between are summed.
     between = ((i[None, None, :] <= i[:, None, None]) & (i[None, None, :] > i[None, :, None])).double()
     D = torch.einsum("rsi,ik->rsk", between, g).exp()
     J, P = (torch.einsum("rk,sk,rsk->rs", x, k, D) for x in (k, q))
-    J, P, eye = J.tril(-1), P.tril(), torch.eye(C).double()
+    J, P, eye = erases * J.tril(-1), P.tril(), torch.eye(C).double()
     A = torch.linalg.solve_triangular(eye + beta * J, eye, upper=False)
     W = torch.linalg.solve_triangular(eye + J * beta.mT, eye, upper=False)
     G = g.cumsum(0)
@@ -95,6 +98,7 @@ def judge(machine: Machine, call: Call) -> None:
     with machine.installed(channel, Config(4, 1, {})):
         found = channel.prepare(*call.tokens, call.grid, call.options, o, folded=True, backward=True)
     got = found.total, found.q, found.k, found.E, from_quarters(found.F), from_quarters(found.W)
+    assert (found.rows[: len(call.want[0]), 0] == float(call.options.erases)).all(), "the factor of the keys read"
     assert not o[:, call.end :].any(), "outputs behind the last sequence are zero"
     pairs = zip(("total", "q", "k", "E", "F", "W"), got, call.want, strict=True)
     require_as_rounded(machine, **{name: (x[: len(want)], want) for name, x, want in pairs})
@@ -112,6 +116,7 @@ def draw(
     strided: bool = False,
     narrow: bool = False,
     softplus: bool = False,
+    erases: bool = True,
 ) -> Call:
     """narrow: the gate is bfloat16, as a projection gives it. softplus: it is activated in the kernel."""
     q, k = (torch.randn(B, T, H, K) for _ in range(2))
@@ -130,10 +135,10 @@ def draw(
     if strided:
         k = k.transpose(1, 2).contiguous().transpose(1, 2)
     spans = [(b, 0, T) for b in range(B)] if cu is None else [(0, *span) for span in itertools.pairwise(cu)]
-    end, want = spans[-1][2], truth(q, k, g, beta, norm, spans)
+    end, want = spans[-1][2], truth(q, k, g, beta, norm, erases, spans)
     for x in (q, k, given):
         x[:, end:] = torch.nan
-    how = options(qk_l2norm=norm, activation="softplus" if softplus else "given")
+    how = options(qk_l2norm=norm, activation="softplus" if softplus else "given", erases=erases)
     grid = chunk_grid(B, T, C, None if cu is None else torch.tensor(cu))
     o = torch.full((B, T, HV, K), 7.0).bfloat16()
     return Call([q, k, given, beta, *parameters], grid, how, o, end, want)

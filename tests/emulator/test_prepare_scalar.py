@@ -26,11 +26,14 @@ CALLS = [
     {"wide": 129, "T": 100},
     {"wide": 129, "norm": True},
     {"logit": True},
+    {"erases": False, "norm": True},
 ]
 CASES = cases(CALLS)
 
 
-def truth(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, norm: bool, spans: list[tuple[int, int, int]]) -> list[Tensor]:
+def truth(
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, norm: bool, erases: bool, spans: list[tuple[int, int, int]]
+) -> list[Tensor]:
     """The expected tiles of all chunks, in order: total, F^T, W^T, (F diag(beta))^T."""
     q, k, g, beta = (x.double() for x in (q, k, g, beta))
     if norm:
@@ -42,7 +45,7 @@ def truth(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, norm: bool, spans: list
             keys, queries = filled(k[*tokens, h // shared]), filled(q[*tokens, h // shared])
             strength, G = filled(beta[*tokens, h, None]), filled(g[*tokens, h, None])[:, 0].cumsum(0)
             D = (G[:, None] - G[None, :]).exp().tril()
-            J, P = (keys @ keys.mT * D).tril(-1), (queries @ keys.mT * D).tril()
+            J, P = erases * (keys @ keys.mT * D).tril(-1), (queries @ keys.mT * D).tril()
             A = torch.linalg.solve_triangular(eye + strength * J, eye, upper=False)
             W = torch.linalg.solve_triangular(eye + J * strength.mT, eye, upper=False)
             found.append((G[-1:].exp(), (P @ A).mT, W.mT, (P @ A * strength.mT).mT))
@@ -66,6 +69,7 @@ def judge(
     gate: bool = True,
     wide: int = 128,
     logit: bool = False,
+    erases: bool = True,
 ) -> None:
     """wide: distance between heads; odd ones cannot be TMA strides. logit: beta is passed before its sigmoid."""
     q, k = (torch.randn(B, T, H, K) for _ in range(2))
@@ -75,11 +79,11 @@ def judge(
     given, g = torch.rand(B, T, HV), -torch.rand(B, T, HV) * 0.1 * gate
     given[:, ::7] *= logit  # a strength of zero, which must not be divided by
     spans = [(b, 0, T) for b in range(B)] if cu is None else [(0, *span) for span in itertools.pairwise(cu)]
-    want = truth(q, k, g, given.sigmoid() if logit else given, norm, spans)
+    want = truth(q, k, g, given.sigmoid() if logit else given, norm, erases, spans)
     for x in (q, k) if cu else ():
         x[:, spans[-1][2] :] = torch.nan
     o = torch.full((B, T, HV, K), 7.0).bfloat16()
-    how = options(qk_l2norm=norm, beta_logit=logit)
+    how = options(qk_l2norm=norm, beta_logit=logit, erases=erases)
     call = q, k, g if gate else None, given, None, None
     grid = chunk_grid(B, T, C, None if cu is None else torch.tensor(cu))
     with machine.installed(scalar, Config(4, 1, {})):
@@ -94,4 +98,5 @@ def judge(
     alone += (both.F, backward.F), (both.rows_bwd, backward.rows), (both.W, backward.W)
     for x, y in alone:
         assert torch.equal(x[:n].view(torch.uint8), y[:n].view(torch.uint8)), "one direction alone has other bits"
+    assert erases or not both.rows[:n, 0].any(), "keys read the state though writes erase nothing"
     assert logit or not got[3][both.rows[:n, 3] == 0].any(), "F diag(beta) is not zero where beta is"

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.functional import silu, softplus
 
 from wyfold import SequenceLayout, reference
+from wyfold.cp import build_cp_context
 from wyfold.layers import GatedDeltaProduct
 from wyfold.models import Decoder, DecoderConfig
 
@@ -73,5 +75,10 @@ def test_serving_from_pools_is_one_call(build, float64_bounds):
 
 def test_a_context_of_ranks_is_refused():
     layer = GatedDeltaProduct(16, 1, head_dim=16)
-    with pytest.raises(ValueError, match=r"^GatedDeltaProduct: cp_context must be None, got one"):
-        layer(torch.randn(1, 3, 16), cp_context=object())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        context = build_cp_context(torch.tensor([0, 3]), dist.group.WORLD)
+        with pytest.raises(ValueError, match=r"^GatedDeltaProduct: cp_context must be None, got one"):
+            layer(torch.randn(1, 3, 16), cp_context=context)
+    finally:
+        dist.destroy_process_group()

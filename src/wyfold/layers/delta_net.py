@@ -155,14 +155,14 @@ class DeltaMixer(nn.Module):
             TypeError: x has another dtype than the parameters outside autocast, or cache has the wrong type.
             ValueError: x, layout and cache do not fit together.
         """
-        if cp_context is not None and not self.over_ranks:
-            raise ValueError(f"{type(self).__name__}: cp_context must be None, got one; use other layers over ranks")
         if isinstance(cache, LayerPool):
             if cp_context is not None:
                 pool: Any = cache  # refused like any cache, on all ranks
                 sequences(type(self).__name__, x, self.hidden_size, self.qkv, layout, pool, (), cp_context)
             return self._served(x, layout, cache)
         sequences(type(self).__name__, x, self.hidden_size, self.qkv, layout, cache, ("conv", "state"), cp_context)
+        if cp_context is not None and not self.over_ranks:
+            raise ValueError(f"{type(self).__name__}: cp_context must be None, got one; use other layers over ranks")
         qkv = self.conv(self.qkv(x), layout=layout, cache=cache, cp_context=cp_context)
         q, k, v = self._heads(qkv)
         state = None if cache is None else cache.get("state")
