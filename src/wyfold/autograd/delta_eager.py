@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from wyfold.autograd import workspace
+from wyfold.autograd.checkpoints import Checkpoints
 from wyfold.autograd.delta_records import (
     INITIAL_STATE,
     SUMMED,
@@ -164,7 +165,7 @@ def forward(
         o[:, int(call.cu[-1]) :] = 0
     if options.final_state:
         call.pass_through(t.initial_state, final_state)
-    checkpoints = _Checkpoints(call, states) if options.checkpoint_every else None
+    checkpoints = Checkpoints(call, states) if options.checkpoint_every else None
     for part in call.parts:
         S = call.entering(part, carried)
         if options.save:
@@ -242,23 +243,3 @@ def _joined(first: Tensor, last: Tensor) -> Tensor:
     if first.shape[0] == 0:
         return last
     return torch.cat([first, last]) if last.shape[0] else first
-
-
-class _Checkpoints:
-    """Writer of the intermediate states: states after every `checkpoint_every`-th token of a sequence."""
-
-    def __init__(self, call: EagerCall, states: Tensor):
-        self.call, self.every = call, call.options.checkpoint_every
-        self.rows = states.flatten(0, 1) if call.cu is None else states
-        counts = call.lengths // self.every
-        self.first = counts.cumsum(0) - counts
-
-    def leaving(self, part: WorkspacePart) -> Tensor:
-        call = self.call
-        return call.tensors.q.new_empty(part.table.chunks, call.HV, call.K, call.V, dtype=call.dtype)
-
-    def put(self, part: WorkspacePart, leaving: Tensor) -> None:
-        sequence, position = part.chunk_ends()
-        wanted = (position % self.every == 0).nonzero().flatten()
-        row = self.first[sequence[wanted]] + position[wanted] // self.every - 1
-        self.rows[row.to(self.rows.device)] = self.call.outside(leaving[wanted.to(leaving.device)])

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wyfold.autograd.delta_chunk import KernelCall, backward_factors, factors_from_list, token_gradients
+from wyfold.autograd.delta_chunk import backward_factors, factors_from_list, token_gradients
 from wyfold.autograd.delta_records import INITIAL_STATE, DeltaBackwardInputs, DeltaTensors
+from wyfold.autograd.kernel_call import KernelCall
 from wyfold.autograd.row_alignment import contiguous_for_tma
 from wyfold.context_parallel.collectives import AllGather
 from wyfold.context_parallel.delta_rank import Exchange
@@ -49,11 +50,10 @@ class SegmentsCall:
         self, t: DeltaTensors, options: DeltaOptions, places: RankSegments, tails: Tensor | None, exchange: Exchange
     ):
         grid = places.grid(options.chunk_size, t.v.shape[1])
-        self.kernel_call = KernelCall(t, options._replace(segment_chunks=0, segments=1))
-        self.kernel_call.grid = grid
-        self.kernel_call.segments = places.segments(grid) if places.borders else None
+        self.kernel_call = kernel_call = KernelCall(t, options._replace(segment_chunks=0, segments=1))
+        kernel_call.grid, kernel_call.segments = grid, places.segments(grid) if places.borders else None
         self.places, self.tails, self.exchange = places, tails, exchange
-        self.t, self.options = self.kernel_call.t, options
+        self.t, self.options = kernel_call.t, options
         self.HV, self.K, self.V = t.v.shape[2], t.q.shape[3], t.v.shape[3]
 
     def new_states(self, given: Tensor | None) -> Tensor:

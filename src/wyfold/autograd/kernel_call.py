@@ -1,0 +1,156 @@
+"""A call of the chunk kernels: the inputs of its launches, and the launches that both directions make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from wyfold.autograd.delta_records import (
+    DeltaResult,
+    DeltaTensors,
+    transpose_if_v_first,
+)
+from wyfold.autograd.row_alignment import aligned, contiguous_for_tma
+from wyfold.kernels import table
+from wyfold.kernels.records import Prepared
+from wyfold.runtime import check
+from wyfold.runtime.chunk_layout import ChunkGrid, Segments, max_borders
+from wyfold.runtime.kernel_configs import LaunchKey
+from wyfold.runtime.layout import legal_boundaries
+from wyfold.runtime.options import DeltaOptions
+
+
+class KernelCall:
+    """Inputs that both directions derive from a call. It launches nothing by itself.
+
+    Attributes:
+        t: The call's tensors; q, k, v and g in layouts that the kernels read.
+        options: The call's options.
+        grid: Chunk grid of the sequences, set by its launch.
+        folded: `prepare.reads_folded` of the call's gate.
+        key: Key of the kernel configurations.
+        uses_tma: Whether a scan is a Gluon kernel, which reads q, k and v by TMA.
+        A_log, dt_bias: Contiguous gate parameters, or None.
+        segments: Segments of the sequences, set by their launch; None if no sequence is cut.
+    """
+
+    grid: ChunkGrid
+
+    def __init__(self, t: DeltaTensors, options: DeltaOptions):
+        K, V, C = t.q.shape[3], t.v.shape[3], options.chunk_size
+        self.options = options
+        prepare = self.stage("prepare")
+        self.t = _aligned(t)
+        self.folded = prepare.reads_folded(t.g)
+        self.key: LaunchKey = prepare.launch_key(t.q.dtype, K, V, C, prepare.gate_kind(t.g), self.folded)
+        self.uses_tma = any(
+            table.selected_backend(name, options.backend, self.key, t.q.device) == "gluon"
+            for name in ("scan", "scan_bwd")
+        )
+        if self.uses_tma:
+            # Copied once for all launches: some of them run on a side stream.
+            names = "v" if self.key.per_channel else "qkv"
+            rows = {name: contiguous_for_tma(getattr(self.t, name)) for name in names}
+            if any(x is not getattr(self.t, name) for name, x in rows.items()):
+                self.t = self.t._replace(**rows)
+        # Kernels read these few numbers as contiguous arrays.
+        self.A_log, self.dt_bias = (None if x is None else x.contiguous() for x in (t.A_log, t.dt_bias))
+        self.segments: Segments | None = None
+
+    @property
+    def chunk_grid(self) -> Callable[[], ChunkGrid]:
+        """The launch that finds the chunks of the sequences."""
+        (B, T), cu, options = self.t.q.shape[:2], self.t.cu_seqlens, self.options
+        if cu is not None and check.readable(cu):
+            legal_boundaries(options.operator, cu, T)
+        return partial(self.stage("chunk_grid").chunk_grid, B, T, options.chunk_size, cu, options.checkpoint_every)
+
+    @property
+    def segment_grid(self) -> Callable[[], Segments] | None:
+        """The launch that cuts sequences into segments; None if no sequence can be long enough."""
+        if not most_borders(self.t, self.options):
+            return None
+        return partial(self.stage("segment_grid").segment_grid, self.grid, self.options.cut, self.t.q.device)
+
+    @property
+    def scan_grid(self) -> ChunkGrid:
+        """Grid of the scans: the segments' if sequences are cut, else the sequences'."""
+        return self.grid if self.segments is None else self.segments.grid
+
+    def buffer(self, x: Tensor) -> Tensor:
+        """View x [B, T, ...] as the scans read it: [1, B T, ...] if there are segments, which index one buffer."""
+        return x if self.segments is None or x.shape[0] == 1 else x.reshape(1, -1, *x.shape[2:])
+
+    def stage(self, name: str) -> Any:
+        return table.kernel_module(name, self.options.backend)
+
+    def scan_key(self, result: DeltaResult) -> LaunchKey:
+        """`key` with the scan's own variants: intermediate states, and an output dtype other than v's."""
+        kept, wide = bool(self.options.checkpoint_every), result.o.dtype != self.t.v.dtype
+        return self.key._replace(kept=kept, wide=wide)
+
+    @property
+    def prepare(self) -> Callable[..., Prepared]:
+        """The launch that computes the factors of every chunk.
+
+        Args of the launch:
+            o: [B, T, HV, V] the output, or a tensor of its shape.
+            backward, forward: Which directions the factors are for.
+            clear: Whether the launch also zeroes o past the last boundary.
+        """
+        t = self.t
+        arguments = t.q, t.k, t.g, t.beta, self.A_log, self.dt_bias, self.grid, self.options
+        prepare = table.selected_module("prepare", self.options.backend, self.key, t.q.device).prepare
+        return partial(prepare, *arguments, folded=self.folded)
+
+    def summary(
+        self, k: Tensor, v: Tensor, prepared: Prepared, initial: Tensor | None, states: Tensor, maps: Tensor
+    ) -> None:
+        """Write H [borders, HV, V, K] and M [borders, HV, K, K] of the segment that ends at each border."""
+        summary = table.selected_module(
+            "segment_summary", self.options.backend, self.key._replace(launch="fwd"), k.device
+        ).segment_summary
+        summary(k, v, prepared, initial, self.segments, self.key, states.mT, maps.mT)
+
+    def summary_bwd(
+        self, q: Tensor, k: Tensor, prepared: Prepared, do: Tensor, final: Tensor | None, gradients: Tensor
+    ) -> None:
+        """Write c [borders, HV, V, K] of the segment that begins at each border."""
+        summary_bwd = table.selected_module(
+            "segment_summary", self.options.backend, self.key._replace(launch="bwd"), k.device
+        ).segment_summary_bwd
+        summary_bwd(q, k, prepared, do, final, self.segments, self.options, self.key, gradients.mT)
+
+    def fold(self, states: Tensor, maps: Tensor, *, reverse: bool, divided: Tensor | None = None) -> None:
+        """Turn summaries into the states (or their gradients) at the borders, in place.
+
+        Args:
+            states: [borders, HV, V, K] H, or c if `reverse`.
+            maps: [borders, HV, K, K] M of the segment that ends at each border.
+            reverse: Whether to fold from the last segment to the first.
+            divided: Indices of the sequences to fold; None: all that are cut.
+        """
+        segments = self.segments
+        if divided is not None and segments is not None:
+            segments = replace(segments, divided=divided)
+        self.stage("segment_fold").segment_fold(states.mT, maps.mT, segments, reverse=reverse, dtype=self.t.k.dtype)
+
+    def k_first(self, states: Tensor | None) -> Tensor | None:
+        """View the caller's states K-first; None for None."""
+        return None if states is None else transpose_if_v_first(states, self.options)
+
+
+def _aligned(t: DeltaTensors) -> DeltaTensors:
+    """The tensors with q, k and g in rows that kernels read as vectors; t itself if they are."""
+    q, k, g = aligned(t.q), aligned(t.k), aligned(t.g)
+    return t if q is t.q and k is t.k and g is t.g else t._replace(q=q, k=k, g=g)
+
+
+def most_borders(t: DeltaTensors, options: DeltaOptions) -> int:
+    """Upper bound on the borders between segments; 0 if no sequence can be long enough, or none is to be cut."""
+    (B, T), packed = t.v.shape[:2], t.cu_seqlens is not None
+    return max_borders(B, T, options.chunk_size, packed, options.cut)
