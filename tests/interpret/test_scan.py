@@ -155,10 +155,16 @@ def test_both_directions_read_beta(rule, draw):
 POOLS = {"K first": (torch.float32, False), "V first": (torch.float32, True), "narrow": (torch.bfloat16, True)}
 
 
-@pytest.mark.parametrize("use_tma", [True, False], ids=["tma", "pointers"])
-@pytest.mark.parametrize("cut", [None, (0, 5, 9, 9, 30, 46)], ids=["dense", "packed"])
-@pytest.mark.parametrize("pool_of", POOLS.values(), ids=POOLS)
-@pytest.mark.parametrize(("rule", "folded"), FORMS)
+SLOTS = [
+    pytest.param(*form, POOLS[name], cut, (i + j + (cut is None)) % 2 == 0, id=f"{form[0]}-{form[1]}-{name}-{word}")
+    for i, form in enumerate(FORMS)
+    for j, name in enumerate(POOLS)
+    for word, cut in (("dense", None), ("packed", (0, 5, 9, 9, 30, 46)))
+]
+"""Each form with each pool, dense and packed; loads by TMA and by pointers alternate over every one of these."""
+
+
+@pytest.mark.parametrize("rule, folded, pool_of, cut, use_tma", SLOTS)
 def test_states_in_slots_equal_states_copied_out_and_back(rule, folded, pool_of, cut, use_tma, draw, monkeypatch):
     """The bits of copying slots out, scanning contiguous states, and copying back, for intermediate states too."""
     stored, v_first = pool_of

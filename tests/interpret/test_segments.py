@@ -92,14 +92,14 @@ def test_neighbours_change_no_bit(rule: str, lengths: tuple[int, ...], device, r
 @pytest.mark.parametrize("lost", ["", "initial_state", "dST"])
 def test_maps_of_fast_decays_are_zeros(rule: str, lost: str, device, results, monkeypatch):
     """Zero maps are not folded, nothing is rounded twice, and non-finite values reach as far as without segments."""
-    a = call(rule, Shape(1, 160, 1, 2, 16, 16), device, gate="-20")
+    a = call(rule, Shape(1, 80, 1, 2, 16, 16), device, gate="-20")
     fed = {"o": inputs.incoming(a["v"], 1), "state": inputs.incoming(a["initial_state"], 2)}
     for name, x in {"initial_state": a["initial_state"], "dST": fed["state"]}.items():
         if name == lost:
             x[0, 1, 3, 5] = torch.nan
     op = getattr(wyfold, f"chunk_{rule}")
     whole = results(op, a, None, fed)
-    with segment_rule.forced(10):
+    with segment_rule.forced(5):
         found = results(op, a, None, fed)
     for name, x in whole.items():
         assert torch.equal(found[name].isfinite(), x.isfinite()), name
@@ -135,8 +135,8 @@ def test_both_directions_by_opcheck(device, recorded, results):
 
 def test_lengths_known_to_the_host(device, results, monkeypatch):
     """A long buffer is planned without segments if the host knows that its sequences are short; same bits."""
-    monkeypatch.setattr(segment_rule, "SHORTEST", 256)
-    lengths = (256 - 64, 40, 60)
+    monkeypatch.setattr(segment_rule, "SHORTEST", 128)
+    lengths = (128 - 64, 20, 60)
     a = packed("gated_delta_rule", lengths, device)
     told = {"cu_seqlens": wyfold.SequenceLayout.from_lengths(list(lengths), device=device)}
     first = results(wyfold.chunk_gdn, a)
@@ -145,15 +145,15 @@ def test_lengths_known_to_the_host(device, results, monkeypatch):
         assert wyfold.explain(wyfold.chunk_gdn, **a | known).segments == 1
         for name, x in results(wyfold.chunk_gdn, a | known).items():
             assert torch.equal(x, first[name]), name
-    told["cu_seqlens"].update_(torch.tensor([0, 256, 256, 292], device=device))
+    told["cu_seqlens"].update_(torch.tensor([0, 128, 128, 144], device=device))
     assert wyfold.explain(wyfold.chunk_gdn, **a | told).segments > 1
     moved = told["cu_seqlens"].cu_seqlens
     assert wyfold.explain(wyfold.chunk_gdn, **a | {"cu_seqlens": moved, "cu_seqlens_cpu": moved.cpu()}).segments > 1
 
 
-@pytest.mark.parametrize("length, count", [(240, 1), (241, 4), (256, 4)])
+@pytest.mark.parametrize("length, count", [(112, 1), (113, 4), (128, 4)])
 def test_a_sequence_alone_is_counted_by_chunks_like_a_packed_one(length: int, count: int, device, results, monkeypatch):
-    monkeypatch.setattr(segment_rule, "SHORTEST", 256)
+    monkeypatch.setattr(segment_rule, "SHORTEST", 128)
     a = packed("gated_delta_rule", (length, 40), device)
     alone = {name: x[:, :length] if name in PER_TOKEN else x for name, x in a.items() if name != "cu_seqlens"}
     alone["initial_state"] = a["initial_state"][:1]

@@ -295,7 +295,6 @@ TRITON_KERNELS = (
         "kept = m_s &",
         "kernels/test_state_pool.py::test_enter_and_leave",
         interpreted=True,
-        quick=True,
     ),
     Mutant(
         "maps of zeros are left out although a state is not finite",
