@@ -81,16 +81,19 @@ class Machine:
         with mock.patch.dict(vars(module), ours):
             yield
 
-    def launch(self, kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> None:
+    def launch(self, kernel: Any, programs: int, /, *arguments: Any, **named: Any) -> None:
         """Run every program of a grid. Takes the arguments of `wyfold.runtime.kernel_launch.launch_kernel`."""
         from tests.emulator.language import bind  # imports this module
 
         function = bind(kernel, self)
-        constants = {name: x for name, x in fixed.items() if name in kernel.arg_names}
+        constexprs = {kernel.arg_names[n] for n in kernel.constexprs}
         given = [_argument(x) for x in arguments]
+        others = {
+            name: x if name in constexprs else _argument(x) for name, x in named.items() if name in kernel.arg_names
+        }
         for number in range(programs):
-            self.program = Program(self, number, programs, fixed.get("num_warps", 4))
-            self.program.run(lambda: function(*given, **constants))
+            self.program = Program(self, number, programs, named.get("num_warps", 4))
+            self.program.run(lambda: function(*given, **others))
         self.launches.append(kernel.fn.__name__)
 
     def choose(self, able: list[Partition]) -> Partition:
@@ -107,7 +110,7 @@ def _argument(x: Any) -> Any:
     if isinstance(x, Tensor):
         return Pointer(x)
     if isinstance(x, tuple):
-        return tuple(map(_argument, x))
+        return type(x)(*map(_argument, x)) if hasattr(x, "_fields") else tuple(map(_argument, x))
     return Value.of(x) if isinstance(x, int | float) else x
 
 

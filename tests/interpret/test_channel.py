@@ -16,7 +16,8 @@ index = pytest.importorskip("wyfold.tile.index.triton", reason="Triton is not in
 dot = pytest.importorskip("wyfold.tile.dot.triton", reason="Triton is not installed")
 
 NEAR, LOG2_E = tile.NEAR, 1.4426950408889634
-channel_bwd, store_near_pairs = tile.channel_bwd, tile.store_near_pairs
+channel_bwd, store_near_pairs, PairMemory = tile.channel_bwd, tile.store_near_pairs, tile.PairMemory
+TokenRows = index.TokenRows
 load_sub_chunks, store_sub_chunks, load_tile = index.load_sub_chunks, index.store_sub_chunks, index.load_tile
 FLOOR, K = -104.0, 64
 MOST = 1e-6  # relative, in float32: a few dozen roundings
@@ -29,9 +30,9 @@ def adjoint(
 ):  # fmt: skip
     """Run the device function on one chunk; p_rows and p_out hold three tiles each."""
     i = tl.program_id(0).to(tl.int64)
-    b_q = load_sub_chunks(p_q, s, i, 0, 0, 0, BT, zero, K, BT, K, NEAR)
-    b_k = load_sub_chunks(p_k, s, i, 0, 0, 0, BT, zero, K, BT, K, NEAR)
-    b_g = load_sub_chunks(p_g, s, i, 0, 0, 0, BT, zero, K, BT, K, NEAR) * 1.4426950408889634
+    b_q = load_sub_chunks(p_q, s, TokenRows(i, 0, BT), 0, 0, zero, K, BT, K, NEAR)
+    b_k = load_sub_chunks(p_k, s, TokenRows(i, 0, BT), 0, 0, zero, K, BT, K, NEAR)
+    b_g = load_sub_chunks(p_g, s, TokenRows(i, 0, BT), 0, 0, zero, K, BT, K, NEAR) * 1.4426950408889634
     store_near_pairs(p_near, i, 0, load_tile(p_pairs, i * 3 + 2, 0, 0, BT, BT, BT, BT), BT)
     store_near_pairs(p_near, i, 1, load_tile(p_dJT, i, 0, 0, BT, BT, BT, BT), BT)
     b_dq = load_tile(p_rows, i * 3, 0, 0, BT, K, BT, K)
@@ -40,7 +41,7 @@ def adjoint(
     b_carried = tl.load(p_carried + i * K + tl.arange(0, K))
     tl.debug_barrier()
     b_dq, b_dk, b_dg = channel_bwd(
-        b_q, b_k, b_g, p_pairs, p_near, i, b_dq, b_dk, b_dk_write, b_carried, zero, BT, K, tl.float32, PRECISION
+        b_q, b_k, b_g, PairMemory(p_pairs, p_near, i, zero), b_dq, b_dk, b_dk_write, b_carried, tl.float32, PRECISION
     )
     store_sub_chunks(p_out, i * 3, 0, b_dq, zero, K, BT, K, NEAR)
     store_sub_chunks(p_out, i * 3 + 1, 0, b_dk, zero, K, BT, K, NEAR)

@@ -3,7 +3,7 @@
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -50,7 +50,7 @@ class Kernel:
 
     def __init__(self) -> None:
         self.fn, self.device_caches, self.pre_run_hooks = (lambda: None), {}, []
-        self.arg_names = ["x", "y", "A", "B"]
+        self.arg_names, self.constexprs = ["x", "y", "A", "B"], [2, 3]
         self.ordinary: list[tuple[Any, ...]] = []
         self.launcher = Launcher()
 
@@ -94,10 +94,41 @@ def test_the_second_launch_of_a_kind_skips_triton(kernel: Kernel, device: Device
     ]
 
 
+def test_records_reach_the_launcher_as_tuples(kernel: Kernel):
+    """With addresses instead of tensors; a second launch of the kind skips Triton."""
+    first, second = Rows(torch.zeros(4), (4, 1), 2.0), Rows(torch.zeros(1000), (4, 1), 3.0)
+    assert plain(kernel, None, first) and not plain(kernel, None, second)
+    assert kernel.ordinary[0][1] == (None, first)
+    assert kernel.launcher.given[0][9:11] == (None, (second.x.data_ptr(), (4, 1), 3.0))
+
+
+def test_arguments_by_name_are_those_by_position(kernel: Kernel):
+    assert plain(kernel, X)
+    launch_kernel(kernel, 5, X, B="scalar", y=16, num_warps=4, A=64)
+    launch_kernel(kernel, 5, y=16, x=X, A=64, B="scalar", num_warps=4)
+    by_position, both = kernel.ordinary, kernel.launcher.given
+    assert len(by_position) == 2 and len(both) == 1  # the order of constexprs and options is part of the key
+    assert by_position[1][1] == by_position[0][1] == (X, 16)
+    assert both[0][9:] == (X.data_ptr(), 16, 64, "scalar")
+
+
+def test_a_missing_argument_is_named(kernel: Kernel):
+    with pytest.raises(TypeError, match="needs an argument 'y'"):
+        launch_kernel(kernel, 5, X, A=64, B="scalar")
+
+
 def test_keys_hold_no_tensor(kernel: Kernel):
     plain(kernel, torch.zeros(4))
     (ready,) = kernel_launch._launches
     assert not any(isinstance(x, torch.Tensor) for part in ready if isinstance(part, tuple) for x in part)
+
+
+class Rows(NamedTuple):
+    """A record of kernel arguments."""
+
+    x: torch.Tensor | None
+    s_x: tuple[int, ...]
+    scale: float | None
 
 
 X = torch.zeros(64)
@@ -110,6 +141,11 @@ OTHER_KINDS = {
     "64 bits": {"y": 2**40},
     "a real number": {"y": 16.0},
     "strides": {"y": (64, 1)},
+    "a record": {"y": Rows(X, (64, 1), None)},
+    "a record without a tensor": {"y": Rows(None, (64, 1), None)},
+    "a record with other strides": {"y": Rows(X, (64, 16), None)},
+    "a record at an address of another alignment": {"y": Rows(X[1:], (64, 1), None)},
+    "a record with a number": {"y": Rows(X, (64, 1), 2.0)},
     "a descriptor": {"x": TensorDescriptor(X, [64], [1], [16])},
     "another constexpr": {"A": 32},
     "another word": {"B": "channel"},

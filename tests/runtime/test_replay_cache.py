@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -319,6 +319,8 @@ def alike(one: list[tuple[Any, ...]], other: list[tuple[Any, ...]], *tensors: di
     def same(x: Any, y: Any) -> bool:
         if isinstance(x, tuple) and x[:1] == ("box",) and isinstance(y, tuple):
             return same(x[1], y[1]) and x[2:] == y[2:]
+        if isinstance(x, tuple) and isinstance(y, tuple):
+            return len(x) == len(y) and all(itertools.starmap(same, zip(x, y, strict=True)))
         places = place(x, tensors[0]), place(y, tensors[1])
         if any(places):
             return places[0] == places[1]
@@ -834,8 +836,9 @@ def test_threads(lines: list[tuple[Any, ...]]):
         thread.join()
     by_q = dict(kept)
     for line in lines:
-        given = next(by_q[x] for x in line if x in by_q)
-        wrong += [name for name in ("k", "v", "g", "pool") if given[name].data_ptr() not in line]
+        numbers = [x for argument in line for x in (argument if isinstance(argument, tuple) else (argument,))]
+        given = next(by_q[x] for x in numbers if isinstance(x, int) and x in by_q)
+        wrong += [name for name in ("k", "v", "g", "pool") if given[name].data_ptr() not in numbers]
     assert len(lines) == 200 and not wrong
 
 
@@ -855,7 +858,7 @@ class Adding:
 class Kernel:
     def __init__(self) -> None:
         self.fn, self.device_caches, self.pre_run_hooks = (lambda: None), {}, []
-        self.arg_names = ["of", "to", "count", "number"]
+        self.arg_names, self.constexprs = ["of", "to", "count", "number"], []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         run = Adding()
@@ -900,6 +903,59 @@ def test_replayed_tensors_do_not_overlap(lines: list[tuple[Any, ...]]):
         assert torch.equal(pool[5:], x + 3.0) and torch.equal(copied, (x + 3.0).double())
         assert torch.equal(back, both[1])
     assert isinstance(first_recording(), Recording)
+
+
+class Pair(NamedTuple):
+    """A record of kernel arguments."""
+
+    of: torch.Tensor
+    s_of: tuple[int, ...]
+    to: torch.Tensor
+    number: float
+
+
+class PairKernel(Kernel):
+    """`Kernel` whose tensors and number are in a record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arg_names = ["pair", "count"]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        add = Adding()
+
+        def run(programs: int, *arguments: Any) -> None:
+            pair, count = arguments[-2:]
+            of, strides, to, number = (x.data_ptr() if isinstance(x, torch.Tensor) else x for x in pair)
+            assert strides == (1,)
+            add(programs, of, to, count, number)
+
+        def first(*arguments: Any) -> Any:
+            run(grid[0], *arguments)
+            return SimpleNamespace(run=run, function=None, packed_metadata=())
+
+        return first
+
+
+def test_tensors_in_records_are_replayed(lines: list[tuple[Any, ...]]):
+    """A replay launches on its own tensors, given, allocated and offset, not on those of the recording."""
+    kernel = PairKernel()
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        middle, result = x.new_empty(2, 5)[1], x.new_empty(5)
+        kernel_launch.launch_kernel(kernel, 1, Pair(x[1:], (1,), middle, 1.0), count=5)
+        kernel_launch.launch_kernel(kernel, 1, count=5, pair=Pair(middle, (1,), result, 10.0))
+        return result
+
+    operator = PublicOperator(lambda *_: "plan", lambda _, tensors, __: run(*tensors))
+    for _ in range(5):
+        x = torch.randn(6)
+        with torch.no_grad():
+            assert torch.equal(planned(operator, (x,), ()), x[1:] + 1.0 + 10.0)
+    recording = first_recording()
+    assert isinstance(recording, Recording)
+    launches = [step for step in recording.steps if type(step).__name__ == "RecordedLaunch"]
+    assert [len(launch.records[0].pointers) for launch in launches] == [2, 2]
 
 
 REFUSED: dict[str, tuple[str, Callable[[torch.Tensor, Any], Any]]] = {

@@ -6,7 +6,7 @@ Kernels are compiled as for an H200. Only the driver's own functions are replace
 import gc
 import importlib.metadata
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -27,11 +27,38 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 MINOR = tuple(int(x) for x in importlib.metadata.version("triton").split(".")[:2])
 
 
+class Numbers(NamedTuple):
+    """A record of kernel arguments: pointer, strides, and a tensor that may be None."""
+
+    numbers: Any
+    s_numbers: Any
+    others: Any
+    scale: float
+    end: None = None
+
+
+class Sizes(NamedTuple):
+    """A record of constexprs."""
+
+    ROWS: int
+    WIDTH: int
+
+
 @triton.jit
-def copy_rows(source, target, numbers, strides, n, scale, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def copy_rows(source, target, rows, n, SIZES: tl.constexpr):
     """Scale a tile that is read and written through descriptors, and add numbers that are read through a pointer."""
-    x = source.load([0, 0]) * scale + tl.load(numbers + tl.arange(0, WIDTH) * strides[0])[None, :]
+    WIDTH: tl.constexpr = SIZES.WIDTH
+    x = source.load([0, 0])
+    for _ in range(n):
+        x = x * rows.scale + load_numbers(rows, WIDTH)[None, :]
+    if rows.others is not None:
+        x += tl.load(rows.others)
     target.store([n, 0], x)
+
+
+@triton.jit
+def load_numbers(rows, WIDTH: tl.constexpr):
+    return tl.load(rows.numbers + tl.arange(0, WIDTH) * rows.s_numbers[1])
 
 
 class Utilities:
@@ -85,11 +112,11 @@ def utilities(tmp_path, monkeypatch):
 def given(x: torch.Tensor) -> tuple[Any, ...]:
     """Arguments of `copy_rows` on a tensor [64, 64]."""
     box = TensorDescriptor(x, list(x.shape), list(x.stride()), [16, 64])
-    return box, box, x, (x.stride(1),), 16, 2.0
+    return box, box, Numbers(x, x.stride(), None, 2.0), 16
 
 
 def launched(x: torch.Tensor) -> None:
-    launch_kernel(copy_rows, 5, *given(x), ROWS=16, WIDTH=64, num_warps=4, enable_fp_fusion=True)
+    launch_kernel(copy_rows, 5, *given(x), SIZES=Sizes(16, 64), num_warps=4, enable_fp_fusion=True)
 
 
 def plain(arguments: Any) -> Any:

@@ -1,9 +1,9 @@
 """Fast kernel launch: after the first launch of a kind, the compiled kernel is found without Triton's lookup.
 
-For each argument, Triton's `JITFunction.run` determines what the code may depend on, formats that as text, and looks
-the compiled kernel up by the text. For a launch with fifty arguments that takes 25 to 40 microseconds before the driver
-is called. `launch_kernel` does it once for each cache key and keeps the compiled kernel. Its keys distinguish at least
-what Triton distinguishes.
+For each argument and each field of a record, Triton's `JITFunction.run` determines what the code may depend on, formats
+that as text, and looks the compiled kernel up by the text. With fifty of them that takes 25 to 40 microseconds before
+the driver is called. `launch_kernel` does it once for each cache key and keeps the compiled kernel. Its keys
+distinguish at least what Triton distinguishes.
 
 A recorder can observe a thread's launches (`observe_steps`). It gets each as a `RecordedLaunch`, which launches again
 on other addresses without any lookup (`runtime/replay_cache.py`). A dry run (`dry_run`) launches nothing and only
@@ -21,7 +21,8 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -56,39 +57,46 @@ _thread = threading.local()
 """State of a thread: `observer`, `step_map` and `collector` of the contexts below, and `entered`. Each may be unset."""
 
 
-def launch_kernel(kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> None:
-    """Launch a kernel on the current device and its current stream: `kernel[(programs,)](*arguments, **fixed)`.
+def launch_kernel(kernel: Any, programs: int, /, *arguments: Any, **named: Any) -> None:
+    """Launch a kernel on the current device and its current stream: `kernel[(programs,)](*arguments, **named)`.
+
+    An argument is a tensor, an integer, a tuple of integers, a float, a tensor descriptor, None, or a record: a
+    NamedTuple of these, except descriptors.
 
     Args:
-        kernel: Decorated with `triton.jit`.
+        kernel: Decorated with `triton.jit`. Its constexprs come last.
         programs: Size of the grid, which has one dimension.
-        arguments: Everything that is no constexpr, in the kernel's order: tensors, integers, tuples of integers,
-            floats, tensor descriptors and None.
-        fixed: Constexprs by name, and options of the launch.
+        arguments: The kernel's first arguments, in its order.
+        named: All other arguments by name, constexprs, and options of the launch.
+
+    Raises:
+        TypeError: An argument is missing.
     """
-    enter_context(arguments)
+    enter_context(arguments, named)
     observer = getattr(_thread, "observer", None)
     collector = getattr(_thread, "collector", None)
     # Triton itself launches interpreted kernels, hooked kernels, and kernels with unknown types of arguments.
     by_triton = not hasattr(kernel, "device_caches") or has_launch_hooks(kernel)
+    if not by_triton:
+        arguments = _by_position(kernel, arguments, named)
     specialization = None if by_triton else _specialization(arguments)
     if specialization is None:
         if collector is None:
-            kernel[(programs,)](*arguments, **fixed)
+            kernel[(programs,)](*arguments, **named)
             if observer is not None:
                 observer(None, kernel, new=False)
         return
     kinds, flat = specialization
     driver = sys.modules["triton"].runtime.driver.active
     device = driver.get_current_device()
-    key = kernel.fn, device, kinds, tuple(fixed), tuple(fixed.values())
+    key = kernel.fn, device, kinds, tuple(named), tuple(named.values())
     launch = _launches.get(key)
     if collector is not None:
         if launch is None:
-            collector(kernel, programs, arguments, fixed)
+            collector(kernel, programs, arguments, named)
         return
     if launch is None:
-        _launch_and_keep(key, kernel, programs, arguments, fixed)
+        _launch_and_keep(key, kernel, programs, arguments, named)
         if observer is not None:
             observer(None, kernel, new=key in _launches)
         return
@@ -102,6 +110,16 @@ def launch_kernel(kernel: Any, programs: int, *arguments: Any, **fixed: Any) -> 
     run(programs, 1, 1, stream, function, metadata, None, None, None, *flat, *constants)
 
 
+def _by_position(kernel: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+    """All arguments that are no constexprs, in the kernel's order; those after `arguments` are taken out of `named`."""
+    names, constexprs = kernel.arg_names, kernel.constexprs
+    missing = names[len(arguments) : constexprs[0] if constexprs else None]
+    try:
+        return (*arguments, *[named.pop(name) for name in missing]) if missing else arguments
+    except KeyError as error:
+        raise TypeError(f"launch_kernel: {kernel.fn.__name__} needs an argument {error}") from None
+
+
 def _launch_and_keep(
     key: tuple[Any, ...], kernel: Any, programs: int, arguments: tuple[Any, ...], fixed: dict[str, Any]
 ) -> None:
@@ -112,15 +130,20 @@ def _launch_and_keep(
         _launches[key] = _compiled_launch(compiled, arguments, constants)
 
 
-def enter_context(arguments: Sequence[Any]) -> None:
+def enter_context(arguments: Sequence[Any], named: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Make the device's context current on the calling thread, which the driver needs to encode a descriptor.
 
     A launch does this by itself, but descriptors are encoded before it, and a thread of autograd may not have used the
     device yet. Recording an event is allowed during graph capture and waits for nothing.
     """
-    if not hasattr(_thread, "entered") and any(isinstance(x, Tensor) and x.is_cuda for x in arguments):
+    if not hasattr(_thread, "entered") and any(map(_is_on_cuda, (*arguments, *named.values()))):
         torch.cuda.Event().record()
         _thread.entered = True
+
+
+def _is_on_cuda(x: Any) -> bool:
+    """Whether an argument is a CUDA tensor, or has one."""
+    return any(map(_is_on_cuda, x)) if isinstance(x, tuple) else isinstance(x, Tensor) and x.is_cuda
 
 
 def current_device() -> int:
@@ -142,7 +165,7 @@ def _specialization(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[A
 
     The key holds everything that the compiled code depends on, but no tensor, address or length. The launcher's
     arguments have addresses instead of tensors. Triton's launcher then does not query the driver for the device of each
-    tensor, which the operators have checked.
+    tensor, which the operators have checked. A record is a tuple among them, and in the key it is one as well.
     """
     kinds: list[Any] = []
     flat = list(arguments)
@@ -156,6 +179,12 @@ def _specialization(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[A
             kinds += x.dtype, address % 16 == 0
         elif kind is tuple:
             kinds.append(_integers_class(x))
+        elif isinstance(x, tuple):
+            record = _specialization(x)
+            if record is None:
+                return None
+            kinds.append(record[0])
+            flat[place] = tuple(record[1])
         elif kind is int:
             kinds.append(_integer_class(x))
         elif kind is float:
@@ -214,10 +243,10 @@ def has_launch_hooks(*kernels: Any) -> bool:
 
 
 class PointerSlot(NamedTuple):
-    """An argument of a launch that is computed from an address.
+    """An argument of a launch, or a field of a record, that is computed from an address.
 
     Attributes:
-        slot: Index among the launcher's arguments.
+        slot: Index among the launcher's arguments, or in the record.
         tensor: The tensor; after `RecordedLaunch.rebind`, its number.
         offset: Bytes behind the tensor's first element.
     """
@@ -227,6 +256,20 @@ class PointerSlot(NamedTuple):
     offset: int
 
 
+class RecordSlot(NamedTuple):
+    """A record among the arguments of a launch.
+
+    Attributes:
+        slot: Index among the launcher's arguments.
+        fields: Its fields. Tensors are placeholders.
+        pointers: Slots of tensors in it.
+    """
+
+    slot: int
+    fields: list[Any]
+    pointers: tuple[PointerSlot, ...]
+
+
 class RecordedLaunch(NamedTuple):
     """A launch as a step of a recording.
 
@@ -234,6 +277,7 @@ class RecordedLaunch(NamedTuple):
         launch, programs: The kernel, and the size of the grid.
         arguments: Of the launcher. Entries at the slots below are placeholders.
         pointers: Slots of tensors.
+        records: Slots of records that have tensors.
         descriptors: Slots of tensor descriptors.
         encoders: For each descriptor, the function that encodes it for an address.
         encoded: For each descriptor, address and encoding at the last replay.
@@ -243,24 +287,34 @@ class RecordedLaunch(NamedTuple):
     programs: int
     arguments: list[Any]
     pointers: tuple[PointerSlot, ...]
+    records: tuple[RecordSlot, ...]
     descriptors: tuple[PointerSlot, ...]
     encoders: tuple[Callable[[int], Any], ...]
     encoded: list[tuple[int, Any]]
 
     def rebind(self, to: Callable[[Any, int], tuple[Any, int]]) -> RecordedLaunch:
         """The same launch with its slots renumbered; see `recording.Step`."""
-        pointers, descriptors = (
-            tuple([PointerSlot(slot, *to(x, offset)) for slot, x, offset in slots])
-            for slots in (self.pointers, self.descriptors)
+
+        def numbered(slots: Sequence[PointerSlot]) -> tuple[PointerSlot, ...]:
+            return tuple([PointerSlot(slot, *to(x, offset)) for slot, x, offset in slots])
+
+        return self._replace(
+            pointers=numbered(self.pointers),
+            records=tuple([record._replace(pointers=numbered(record.pointers)) for record in self.records]),
+            descriptors=numbered(self.descriptors),
         )
-        return self._replace(pointers=pointers, descriptors=descriptors)
 
     def replay(self, stream: Any, tensors: Sequence[Any], addresses: Sequence[int]) -> None:
         """Launch on numbered tensors at these addresses. The tensors themselves are not read."""
-        launch, programs, arguments, pointers, descriptors, encoders, encoded = self
+        launch, programs, arguments, pointers, records, descriptors, encoders, encoded = self
         arguments = arguments.copy()
         for slot, number, offset in pointers:
             arguments[slot] = addresses[number] + offset
+        for place, fields, inner in records:
+            fields = fields.copy()
+            for slot, number, offset in inner:
+                fields[slot] = addresses[number] + offset
+            arguments[place] = tuple(fields)
         for n, (slot, number, offset) in enumerate(descriptors):
             address = addresses[number] + offset
             known, encoding = encoded[n]
@@ -275,11 +329,15 @@ def _recorded_launch(launch: CompiledLaunch, programs: int, arguments: tuple[Any
     """A launch in the form that can be replayed; None if Triton has to expand its descriptors."""
     expanders = dict(launch.expanders)
     flat: list[Any] = []
-    pointers, descriptors, encoders = [], [], []
+    pointers, records, descriptors, encoders = [], [], [], []
     for place, x in enumerate(arguments):
         if isinstance(x, Tensor):
             pointers.append(PointerSlot(len(flat), x, 0))
             flat.append(0)
+        elif isinstance(x, tuple) and any(isinstance(field, Tensor) for field in x):
+            inner = tuple([PointerSlot(n, field, 0) for n, field in enumerate(x) if isinstance(field, Tensor)])
+            records.append(RecordSlot(len(flat), [None if isinstance(f, Tensor) else f for f in x], inner))
+            flat.append(None)
         elif hasattr(x, "block_shape"):
             encode = expanders[place].encoder(x) if place in expanders else None
             if encode is None:
@@ -291,7 +349,9 @@ def _recorded_launch(launch: CompiledLaunch, programs: int, arguments: tuple[Any
             flat.append(x)
     flat += launch.constants
     encoded = [(-1, None)] * len(descriptors)
-    return RecordedLaunch(launch, programs, flat, tuple(pointers), tuple(descriptors), tuple(encoders), encoded)
+    return RecordedLaunch(
+        launch, programs, flat, tuple(pointers), tuple(records), tuple(descriptors), tuple(encoders), encoded
+    )
 
 
 @contextlib.contextmanager

@@ -59,13 +59,33 @@ def conv(
     if programs * D == 0:
         return
     launch_kernel(
-        wyfold_conv_triton, programs * spans.blocks,
-        x, x.stride(), weight, weight.stride(), _vector(bias), residual, _strides(residual, 2),
-        state, _strides(state, 3), _boundaries(cu_seqlens), out, out.stride(), final_state, _strides(final_state, 3),
-        x.shape[0], N, _length(cu_seqlens), 0 if state is None else state.shape[2],
-        0 if final_state is None else final_state.shape[2], spans.programs, spans.groups,
-        ACTIVATED=activated, D=D, W=W, **spans.launch(),
-    )  # fmt: skip
+        wyfold_conv_triton,
+        programs * spans.blocks,
+        inputs=Inputs(
+            x=x,
+            s_x=x.stride(),
+            w=weight,
+            s_w=weight.stride(),
+            bias=_vector(bias),
+            state=state,
+            s_state=_strides(state, 3),
+            residual=residual,
+            s_residual=_strides(residual, 2),
+        ),
+        outputs=Outputs(y=out, s_y=out.stride(), final=final_state, s_final=_strides(final_state, 3)),
+        p_cu=_boundaries(cu_seqlens),
+        T=x.shape[0],
+        N=N,
+        length=_length(cu_seqlens),
+        S=0 if state is None else state.shape[2],
+        S_final=0 if final_state is None else final_state.shape[2],
+        spans=spans.programs,
+        groups=spans.groups,
+        ACTIVATED=activated,
+        D=D,
+        W=W,
+        **spans.launch(),
+    )
 
 
 def conv_bwd(
@@ -99,15 +119,42 @@ def conv_bwd(
         return
     partial = x.new_empty(token_programs, W + 1, D, dtype=dtype) if sums and token_programs else None
     launch_kernel(
-        wyfold_conv_bwd_triton, programs * spans.blocks,
-        x, x.stride(), weight, weight.stride(), _vector(bias), state, _strides(state, 3), _boundaries(cu_seqlens),
-        dy, _strides(dy, 2), dfinal, _strides(dfinal, 3), out.x, _strides(out.x, 2), out.state,
-        _strides(out.state, 3), partial,
-        x.shape[0], N, _length(cu_seqlens), 0 if state is None else state.shape[2],
-        0 if dfinal is None else dfinal.shape[2], 0 if out.state is None else out.state.shape[2], token_programs,
-        spans.groups,
-        ACTIVATED=activated, D=D, W=W, **spans.launch(),
-    )  # fmt: skip
+        wyfold_conv_bwd_triton,
+        programs * spans.blocks,
+        inputs=Inputs(
+            x=x,
+            s_x=x.stride(),
+            w=weight,
+            s_w=weight.stride(),
+            bias=_vector(bias),
+            state=state,
+            s_state=_strides(state, 3),
+        ),
+        gradients=Gradients(
+            dy=dy,
+            s_dy=_strides(dy, 2),
+            dfinal=dfinal,
+            s_dfinal=_strides(dfinal, 3),
+            dx=out.x,
+            s_dx=_strides(out.x, 2),
+            dstate=out.state,
+            s_dstate=_strides(out.state, 3),
+            partial=partial,
+        ),
+        p_cu=_boundaries(cu_seqlens),
+        T=x.shape[0],
+        N=N,
+        length=_length(cu_seqlens),
+        S=0 if state is None else state.shape[2],
+        S_final=0 if dfinal is None else dfinal.shape[2],
+        S_dstate=0 if out.state is None else out.state.shape[2],
+        spans=token_programs,
+        groups=spans.groups,
+        ACTIVATED=activated,
+        D=D,
+        W=W,
+        **spans.launch(),
+    )
     if partial is not None:
         total = partial.sum(0)
         if out.weight is not None:
@@ -230,22 +277,28 @@ def _sequence(p_cu, t, n, N, T, last, length):
 
 
 @triton.jit
-def _input(p_x, s_x, p_state, s_state, n, start, t, N, S, last, o_d, m_d):
+def _input(inputs, n, start, t, N, S, last, o_d, m_d):
     """Input at token t of sequence n; from its initial state if t is before its start."""
-    b_x = load_row(p_x, t * s_x[0] + o_d * s_x[1], m_d & (t >= start) & (t < last))
-    if p_state is not None:
-        o_state = n * s_state[0] + o_d * s_state[1] + (S + t - start) * s_state[2]
-        b_x = tl.where(t < start, load_row(p_state, o_state, m_d & (t < start) & (n < N)), b_x)
+    b_x = load_row(inputs.x, t * inputs.s_x[0] + o_d * inputs.s_x[1], m_d & (t >= start) & (t < last))
+    if inputs.state is not None:
+        o_state = n * inputs.s_state[0] + o_d * inputs.s_state[1] + (S + t - start) * inputs.s_state[2]
+        b_x = tl.where(t < start, load_row(inputs.state, o_state, m_d & (t < start) & (n < N)), b_x)
     return b_x
 
 
 @triton.jit
-def _window(p_x, s_x, p_state, s_state, n, start, t, N, S, last, o_d, m_d, W: tl.constexpr):
+def _store_row(p, strides, t, o_d, b_x, mask):
+    """Store channels of token t of a [T, D], rounding once."""
+    tl.store(p + t * strides[0] + o_d * strides[1], b_x.to(p.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _window(inputs, n, start, t, N, S, last, o_d, m_d, W: tl.constexpr):
     """The W - 1 inputs before token t of sequence n, oldest first."""
     window: tl.tuple = ()
     for i in tl.static_range(W - 1):
         token = t - (W - 1) + i
-        window = window + (_input(p_x, s_x, p_state, s_state, n, start, token, N, S, last, o_d, m_d),)
+        window = window + (_input(inputs, n, start, token, N, S, last, o_d, m_d),)
     return window
 
 
@@ -288,11 +341,63 @@ def _activation_gradient(window, w, b_bias, b_dy, exists, p_bias, ACTIVATED: tl.
     return b_d
 
 
+class Inputs(NamedTuple):
+    """Kernel argument: inputs of the convolution, each with its strides, or None.
+
+    Attributes:
+        x, s_x: [T, D] tokens.
+        w, s_w, bias: Taps, and bias.
+        state, s_state: [N, D, S] inputs before each sequence.
+        residual, s_residual: [T, D], added to the result; None in the backward.
+    """
+
+    x: Any
+    s_x: Any
+    w: Any
+    s_w: Any
+    bias: Any
+    state: Any
+    s_state: Any
+    residual: Any = None
+    s_residual: Any = None
+    end: None = None
+
+
+class Outputs(NamedTuple):
+    """Kernel argument: results that are written, each with its strides, or None."""
+
+    y: Any
+    s_y: Any
+    final: Any
+    s_final: Any
+    end: None = None
+
+
+class Gradients(NamedTuple):
+    """Kernel argument: gradients, each with its strides, or None.
+
+    Attributes:
+        dy, s_dy, dfinal, s_dfinal: Of the results.
+        dx, s_dx, dstate, s_dstate: Of the inputs, written.
+        partial: [spans, W + 1, D] float32 sums of the gradients of taps and bias, written.
+    """
+
+    dy: Any
+    s_dy: Any
+    dfinal: Any
+    s_dfinal: Any
+    dx: Any
+    s_dx: Any
+    dstate: Any
+    s_dstate: Any
+    partial: Any
+    end: None = None
+
+
 @triton.jit(do_not_specialize=["T", "N", "length", "spans", "groups"])
 def wyfold_conv_triton(
-    p_x, s_x, p_w, s_w, p_bias, p_residual, s_residual, p_state, s_state, p_cu, p_y, s_y, p_final, s_final,
-    T, N, length, S, S_final, spans, groups,
-    ACTIVATED: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
+    inputs, outputs, p_cu, T, N, length, S, S_final, spans, groups, ACTIVATED: tl.constexpr, D: tl.constexpr,
+    W: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (D + BD - 1) // BD
     o_d = (tl.program_id(0) % blocks).to(tl.int64) * BD + tl.arange(0, BD)
@@ -300,73 +405,70 @@ def wyfold_conv_triton(
     i_program = (tl.program_id(0) // blocks).to(tl.int64)
     last = _last_boundary(p_cu, N, T).to(tl.int64)
     if i_program < spans:
-        w, b_bias = load_taps(p_w, s_w, p_bias, o_d, m_d, W)
+        w, b_bias = load_taps(inputs.w, inputs.s_w, inputs.bias, o_d, m_d, W)
         t = i_program * groups * BT
         n, start, end = _sequence(p_cu, t, t * 0, N, T, last, length)
-        window = _window(p_x, s_x, p_state, s_state, n, start, t, N, S, last, o_d, m_d, W)
+        window = _window(inputs, n, start, t, N, S, last, o_d, m_d, W)
         for _ in range(groups):
             if t + BT <= end:
-                rows = _rows(p_x, s_x, t, last, o_d, m_d, BT)
-                residuals = _rows(p_residual, s_residual, t, last, o_d, m_d, BT)
+                rows = _rows(inputs.x, inputs.s_x, t, last, o_d, m_d, BT)
+                residuals = _rows(inputs.residual, inputs.s_residual, t, last, o_d, m_d, BT)
                 for i in tl.static_range(BT):
                     full = window + (rows[i],)
-                    b_y = _output(full, w, b_bias, residuals[i], t + i < last, p_bias, p_residual, ACTIVATED, W)
-                    tl.store(
-                        p_y + (t + i) * s_y[0] + o_d * s_y[1], b_y.to(p_y.dtype.element_ty), mask=m_d & (t + i < T)
+                    b_y = _output(
+                        full, w, b_bias, residuals[i], t + i < last, inputs.bias, inputs.residual, ACTIVATED, W
                     )
+                    _store_row(outputs.y, outputs.s_y, t + i, o_d, b_y, m_d & (t + i < T))
                     window = full[1:]
             else:
                 # A sequence ends among these tokens, so they are processed one by one.
                 for i in range(BT):
                     if t + i >= end:
                         n, start, end = _sequence(p_cu, t + i, n, N, T, last, length)
-                        window = _window(
-                            p_x, s_x, p_state, s_state, n, start, t + i, N, S, last, o_d, m_d, W
-                        )  # fmt: skip
-                    full = window + _rows(p_x, s_x, t + i, last, o_d, m_d, 1)
-                    residual = _rows(p_residual, s_residual, t + i, last, o_d, m_d, 1)
-                    b_y = _output(full, w, b_bias, residual[0], t + i < last, p_bias, p_residual, ACTIVATED, W)
-                    tl.store(
-                        p_y + (t + i) * s_y[0] + o_d * s_y[1], b_y.to(p_y.dtype.element_ty), mask=m_d & (t + i < T)
+                        window = _window(inputs, n, start, t + i, N, S, last, o_d, m_d, W)
+                    full = window + _rows(inputs.x, inputs.s_x, t + i, last, o_d, m_d, 1)
+                    residual = _rows(inputs.residual, inputs.s_residual, t + i, last, o_d, m_d, 1)
+                    b_y = _output(
+                        full, w, b_bias, residual[0], t + i < last, inputs.bias, inputs.residual, ACTIVATED, W
                     )
+                    _store_row(outputs.y, outputs.s_y, t + i, o_d, b_y, m_d & (t + i < T))
                     window = full[1:]
             t += BT
-    elif p_final is not None:
+    elif outputs.final is not None:
         n = i_program - spans
         start = _boundary(p_cu, n, T, length)
         end = tl.maximum(_boundary(p_cu, n + 1, T, length), start)
         for c in range(S_final):
-            b_x = _input(p_x, s_x, p_state, s_state, n, start, end - S_final + c, N, S, last, o_d, m_d)
-            p_out = p_final + n * s_final[0] + o_d * s_final[1] + c * s_final[2]
-            tl.store(p_out, b_x.to(p_final.dtype.element_ty), mask=m_d)
+            b_x = _input(inputs, n, start, end - S_final + c, N, S, last, o_d, m_d)
+            p_out = outputs.final + n * outputs.s_final[0] + o_d * outputs.s_final[1] + c * outputs.s_final[2]
+            tl.store(p_out, b_x.to(outputs.final.dtype.element_ty), mask=m_d)
 
 
 @triton.jit
-def _final_grad(p_dfinal, s_dfinal, n, end, t, N, S, o_d, m_d):
+def _final_grad(gradients, n, end, t, N, S, o_d, m_d):
     """Gradient of the input at t of sequence n through the final state, of which it is entry S - (end - t)."""
     c = S - (end - t)
-    return load_row(p_dfinal, n * s_dfinal[0] + o_d * s_dfinal[1] + c * s_dfinal[2], m_d & (c >= 0) & (n < N))
+    offsets = n * gradients.s_dfinal[0] + o_d * gradients.s_dfinal[1] + c * gradients.s_dfinal[2]
+    return load_row(gradients.dfinal, offsets, m_d & (c >= 0) & (n < N))
 
 
 @triton.jit(do_not_specialize=["T", "N", "length", "spans", "groups"])
 def wyfold_conv_bwd_triton(
-    p_x, s_x, p_w, s_w, p_bias, p_state, s_state, p_cu, p_dy, s_dy, p_dfinal, s_dfinal, p_dx, s_dx,
-    p_dstate, s_dstate, p_partial,
-    T, N, length, S, S_final, S_dstate, spans, groups,
-    ACTIVATED: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
+    inputs, gradients, p_cu, T, N, length, S, S_final, S_dstate, spans, groups, ACTIVATED: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (D + BD - 1) // BD
     o_d = (tl.program_id(0) % blocks).to(tl.int64) * BD + tl.arange(0, BD)
     m_d = o_d < D
     i_program = (tl.program_id(0) // blocks).to(tl.int64)
     last = _last_boundary(p_cu, N, T).to(tl.int64)
-    w, b_bias = load_taps(p_w, s_w, p_bias, o_d, m_d, W)
+    w, b_bias = load_taps(inputs.w, inputs.s_w, inputs.bias, o_d, m_d, W)
     if i_program < spans:
         first = i_program * (groups * BT - (W - 1))
         limit = tl.minimum(first + groups * BT - (W - 1), T)
         t = first
         n, start, end = _sequence(p_cu, t, t * 0, N, T, last, length)
-        window = _window(p_x, s_x, p_state, s_state, n, start, t, N, S, last, o_d, m_d, W)
+        window = _window(inputs, n, start, t, N, S, last, o_d, m_d, W)
         pending = zeros(W - 1, BD)
         total = zeros(W + 1, BD)
         for _ in range(groups):
@@ -374,89 +476,85 @@ def wyfold_conv_bwd_triton(
             b_dbias = tl.zeros((BD,), tl.float32)
             # Token t + i completes the row W - 1 tokens before it. Near a sequence's end the final state contributes
             # to it as well.
-            if (t + BT <= end) & (t + BT <= limit) & ((p_dfinal is None) | (end - (t + BT - W) > S_final)):
-                rows = _rows(p_x, s_x, t, last, o_d, m_d, BT)
-                d_rows = _rows(p_dy, s_dy, t, last, o_d, m_d, BT)
+            if (t + BT <= end) & (t + BT <= limit) & ((gradients.dfinal is None) | (end - (t + BT - W) > S_final)):
+                rows = _rows(inputs.x, inputs.s_x, t, last, o_d, m_d, BT)
+                d_rows = _rows(gradients.dy, gradients.s_dy, t, last, o_d, m_d, BT)
                 for i in tl.static_range(BT):
                     full = window + (rows[i],)
-                    b_d = _activation_gradient(full, w, b_bias, d_rows[i], t + i < last, p_bias, ACTIVATED, W)
-                    if p_partial is not None:
+                    b_d = _activation_gradient(full, w, b_bias, d_rows[i], t + i < last, inputs.bias, ACTIVATED, W)
+                    if gradients.partial is not None:
                         dw = tap_products(full, b_d, dw, W)
                         b_dbias += b_d
-                    if p_dx is not None:
+                    if gradients.dx is not None:
                         b_dx, pending = taps_bwd(b_d, w, pending, W)
                         token = t + i - (W - 1)
                         mask = m_d & (token >= first) & (token >= start)
-                        tl.store(p_dx + token * s_dx[0] + o_d * s_dx[1], b_dx.to(p_dx.dtype.element_ty), mask=mask)
+                        _store_row(gradients.dx, gradients.s_dx, token, o_d, b_dx, mask)
                     window = full[1:]
             else:
                 for i in range(BT):
                     if t + i >= end:
                         # Pending gradients belong to a finished sequence: no later token contributes.
-                        if p_dx is not None:
+                        if gradients.dx is not None:
                             for k in tl.static_range(W - 1):
                                 token = t + i - (W - 1) + k
                                 mask = m_d & (token >= first) & (token >= start) & (token < limit)
                                 b_dx = pending[k]
-                                if p_dfinal is not None:
-                                    b_dx += _final_grad(p_dfinal, s_dfinal, n, end, token, N, S_final, o_d, mask)
-                                tl.store(
-                                    p_dx + token * s_dx[0] + o_d * s_dx[1], b_dx.to(p_dx.dtype.element_ty), mask=mask
-                                )
+                                if gradients.dfinal is not None:
+                                    b_dx += _final_grad(gradients, n, end, token, N, S_final, o_d, mask)
+                                _store_row(gradients.dx, gradients.s_dx, token, o_d, b_dx, mask)
                         n, start, end = _sequence(p_cu, t + i, n, N, T, last, length)
-                        window = _window(
-                            p_x, s_x, p_state, s_state, n, start, t + i, N, S, last, o_d, m_d, W
-                        )  # fmt: skip
+                        window = _window(inputs, n, start, t + i, N, S, last, o_d, m_d, W)
                         pending = zeros(W - 1, BD)
-                    full = window + _rows(p_x, s_x, t + i, last, o_d, m_d, 1)
-                    d_row = _rows(p_dy, s_dy, t + i, last, o_d, m_d, 1)
-                    b_d = _activation_gradient(full, w, b_bias, d_row[0], t + i < last, p_bias, ACTIVATED, W)
-                    if p_partial is not None:
+                    full = window + _rows(inputs.x, inputs.s_x, t + i, last, o_d, m_d, 1)
+                    d_row = _rows(gradients.dy, gradients.s_dy, t + i, last, o_d, m_d, 1)
+                    b_d = _activation_gradient(full, w, b_bias, d_row[0], t + i < last, inputs.bias, ACTIVATED, W)
+                    if gradients.partial is not None:
                         b_own = tl.where(t + i < limit, b_d, 0.0)
                         dw = tap_products(full, b_own, dw, W)
                         b_dbias += b_own
-                    if p_dx is not None:
+                    if gradients.dx is not None:
                         b_dx, pending = taps_bwd(b_d, w, pending, W)
                         token = t + i - (W - 1)
                         mask = m_d & (token >= first) & (token >= start) & (token < limit)
-                        if p_dfinal is not None:
-                            b_dx += _final_grad(p_dfinal, s_dfinal, n, end, token, N, S_final, o_d, mask)
-                        tl.store(p_dx + token * s_dx[0] + o_d * s_dx[1], b_dx.to(p_dx.dtype.element_ty), mask=mask)
+                        if gradients.dfinal is not None:
+                            b_dx += _final_grad(gradients, n, end, token, N, S_final, o_d, mask)
+                        _store_row(gradients.dx, gradients.s_dx, token, o_d, b_dx, mask)
                     window = full[1:]
             sums: tl.tuple = ()
             for i in tl.static_range(W):
                 sums = sums + (total[i] + dw[i],)
             total = sums + (total[W] + b_dbias,)
             t += BT
-        if p_partial is not None:
+        if gradients.partial is not None:
             for i in tl.static_range(W + 1):
-                tl.store(p_partial + (i_program * (W + 1) + i) * D + o_d, total[i], mask=m_d)
-    elif p_dstate is not None:
+                tl.store(gradients.partial + (i_program * (W + 1) + i) * D + o_d, total[i], mask=m_d)
+    elif gradients.dstate is not None:
         n = i_program - spans
         start = _boundary(p_cu, n, T, length)
         end = tl.maximum(_boundary(p_cu, n + 1, T, length), start)
-        window = _window(p_x, s_x, p_state, s_state, n, start, start, N, S, last, o_d, m_d, W)
-        rows = _rows(p_x, s_x, start, end, o_d, m_d, W - 1)
-        d_rows = _rows(p_dy, s_dy, start, end, o_d, m_d, W - 1)
+        window = _window(inputs, n, start, start, N, S, last, o_d, m_d, W)
+        rows = _rows(inputs.x, inputs.s_x, start, end, o_d, m_d, W - 1)
+        d_rows = _rows(gradients.dy, gradients.s_dy, start, end, o_d, m_d, W - 1)
         dstate = zeros(W - 1, BD)
         for i in tl.static_range(W - 1):
             full = window + (rows[i],)
-            b_d = _activation_gradient(full, w, b_bias, d_rows[i], start + i < end, p_bias, ACTIVATED, W)
+            b_d = _activation_gradient(full, w, b_bias, d_rows[i], start + i < end, inputs.bias, ACTIVATED, W)
             given: tl.tuple = ()
             for k in tl.static_range(W - 1):
                 given = given + ((tl.fma(w[k - i], b_d, dstate[k]) if k >= i else dstate[k]),)
             dstate = given
             window = full[1:]
-        p_out = p_dstate + n * s_dstate[0] + o_d * s_dstate[1]
+        p_out = gradients.dstate + n * gradients.s_dstate[0] + o_d * gradients.s_dstate[1]
         for i in tl.static_range(W - 1):
             b_dstate = dstate[i]
-            if p_dfinal is not None:
+            if gradients.dfinal is not None:
                 token = start - (W - 1) + i
-                b_dstate += _final_grad(p_dfinal, s_dfinal, n, end, token, N, S_final, o_d, m_d)
-            tl.store(p_out + (S_dstate - (W - 1) + i) * s_dstate[2], b_dstate, mask=m_d)
+                b_dstate += _final_grad(gradients, n, end, token, N, S_final, o_d, m_d)
+            tl.store(p_out + (S_dstate - (W - 1) + i) * gradients.s_dstate[2], b_dstate, mask=m_d)
         for c in range(S_dstate - (W - 1)):
             b_dstate = tl.zeros((BD,), tl.float32)
-            if p_dfinal is not None:
+            if gradients.dfinal is not None:
                 token = start - S_dstate + c
-                b_dstate += _final_grad(p_dfinal, s_dfinal, n, end, token, N, S_final, o_d, m_d)
-            tl.store(p_out + c * s_dstate[2], b_dstate, mask=m_d)
+                b_dstate += _final_grad(gradients, n, end, token, N, S_final, o_d, m_d)
+            tl.store(p_out + c * gradients.s_dstate[2], b_dstate, mask=m_d)

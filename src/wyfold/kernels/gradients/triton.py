@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,10 +16,12 @@ from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.runtime.triton_support import interpreting
-from wyfold.tile.decay.channel.triton import channel_bwd, store_near_pairs, sub_chunk_gate
+from wyfold.tile.decay.channel.triton import PairMemory, channel_bwd, store_near_pairs, sub_chunk_gate
 from wyfold.tile.decay.triton import (
     FLOOR,
     NEAR,
+    Gate,
+    GateGradient,
     gate_flags,
     gate_width,
     interval_sum,
@@ -33,6 +35,9 @@ from wyfold.tile.decay.triton import (
 )
 from wyfold.tile.dot.triton import NARROWEST, contracts, exact, mm, operand, precision, workspace
 from wyfold.tile.index.triton import (
+    Packing,
+    Strength,
+    TokenRows,
     all_or_none,
     chunk_span,
     has_tma,
@@ -112,74 +117,64 @@ def gradients(
             qk_descriptors = _token_descriptors((q, k), C, BK, BK)
     (x_do,), (x_q, x_k) = do_descriptors or (do,), qk_descriptors or (q, k)
     x_dq, x_dk, x_dv = out_descriptors or (out.q, out.k, out.v)
+    x_S, x_dS, x_e, x_X = border_descriptors or borders
     launch_kernel(
         wyfold_gradients_triton,
         grid.chunks * H,
-        x_q,
-        q.stride(),
-        x_k,
-        k.stride(),
-        g,
-        strides(g),
-        beta,
-        strides(beta),
-        A_log,
-        dt_bias,
-        x_do,
-        do.stride(),
-        *(border_descriptors or borders),
-        borders.S,
-        borders.dS,
-        x_dq,
-        strides(out.q),
-        x_dk,
-        strides(out.k),
-        x_dv,
-        strides(out.v),
-        out.g,
-        strides(out.g),
-        out.beta,
-        strides(out.beta),
-        dA_log,
-        ddt_bias,
-        pairs,
-        near,
-        None if accumulators is None else accumulators[0],
-        None if accumulators is None else accumulators[1],
-        grid.cu,
-        grid.first,
-        grid.sequence,
-        grid.sequences,
-        grid.tokens,
-        grid.per_sequence,
-        options.scale,
-        options.unit,
-        options.lower_bound,
-        options.clamp or FLOOR,
-        options.beta_most,
-        options.unit * float(options.erases),
-        H=H,
-        HV=HV,
-        K=K,
-        V=V,
-        BT=C,
-        BK=BK,
-        BV=BV,
-        PACKED=grid.cu is not None,
-        **flags,
-        ACTIVATION=options.activation,
-        CLAMPED=options.clamp != 0,
-        NORM=options.qk_l2norm,
-        LOGIT=options.beta_logit,
-        USE_TMA_TILES=border_descriptors is not None,
-        USE_TMA=qk_descriptors is not None,
-        USE_TMA_DO=do_descriptors is not None,
-        TMA_STORES=out_descriptors is not None,
-        # Measured to help under a channel gate; not measured separately without a gate (docs/facts/hopper.md, H200-6).
-        PREFETCH=g is not None and not interpreting(),
-        OP=operand(q.dtype),
-        PRECISION=precision(q.dtype),
-        EXACT=exact(q.dtype),
+        x_q=x_q,
+        x_k=x_k,
+        x_do=x_do,
+        x_S=x_S,
+        x_dS=x_dS,
+        x_e=x_e,
+        x_X=x_X,
+        x_dq=x_dq,
+        x_dk=x_dk,
+        x_dv=x_dv,
+        tokens=Tokens(s_q=q.stride(), s_k=k.stride(), s_do=do.stride(), S=borders.S, dS=borders.dS),
+        gate=Gate(
+            g=g,
+            s_g=strides(g),
+            A_log=A_log,
+            dt_bias=dt_bias,
+            lower_bound=options.lower_bound,
+            clamp=options.clamp or FLOOR,
+        ),
+        strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most),
+        outputs=Outputs(
+            s_dq=strides(out.q), s_dk=strides(out.k), s_dv=strides(out.v), dbeta=out.beta, s_dbeta=strides(out.beta)
+        ),
+        dgate=GateGradient(g=out.g, s_g=strides(out.g), A_log=dA_log, dt_bias=ddt_bias),
+        scratch=Scratch(
+            pairs=pairs,
+            near=near,
+            dq=None if accumulators is None else accumulators[0],
+            dk=None if accumulators is None else accumulators[1],
+        ),
+        packing=Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),
+        factors=Factors(options.scale, options.unit, options.unit * float(options.erases)),
+        N=grid.sequences,
+        T=grid.tokens,
+        per_sequence=grid.per_sequence,
+        SIZES=Sizes(H=H, HV=HV, K=K, V=V, BT=C, BK=BK, BV=BV),
+        FLAGS=Flags(
+            PACKED=grid.cu is not None,
+            ACTIVATION=options.activation,
+            CLAMPED=options.clamp != 0,
+            NORM=options.qk_l2norm,
+            LOGIT=options.beta_logit,
+            USE_TMA_TILES=border_descriptors is not None,
+            USE_TMA=qk_descriptors is not None,
+            USE_TMA_DO=do_descriptors is not None,
+            TMA_STORES=out_descriptors is not None,
+            # Measured to help under a channel gate; not measured separately without a gate (docs/facts/hopper.md,
+            # H200-6).
+            PREFETCH=g is not None and not interpreting(),
+            OP=operand(q.dtype),
+            PRECISION=precision(q.dtype),
+            EXACT=exact(q.dtype),
+            **flags,
+        ),
         # With a channel gate, one warp per sub-chunk.
         **{**config.options(contract=contracts(q.dtype)), "num_warps": C // NEAR if flags["CHANNEL"] else config.warps},
     )
@@ -207,93 +202,172 @@ def _descriptors(borders: TokenBorders, C: int, BK: int, BV: int) -> Sequence[An
     return all_or_none(borders, [tile_descriptor(*descriptor) for descriptor in states + rows])
 
 
-@triton.jit(
-    do_not_specialize=["N", "T", "per_sequence", "scale", "unit", "lower_bound", "clamp", "beta_most", "erased_unit"]
-)
+class Tokens(NamedTuple):
+    """Kernel argument: how the tokens lie in memory, and what is prefetched through pointers.
+
+    Attributes:
+        s_q, s_k, s_do: Strides of q, k and do.
+        S, dS: States of `TokenBorders`.
+    """
+
+    s_q: Any
+    s_k: Any
+    s_do: Any
+    S: Any
+    dS: Any
+    end: None = None
+
+
+class Outputs(NamedTuple):
+    """Kernel argument: how the gradients that are written lie in memory; None where one is not requested.
+
+    Attributes:
+        s_dq, s_dk, s_dv: Strides of the gradients of q, k and v.
+        dbeta, s_dbeta: Gradient of the write strength, and its strides.
+    """
+
+    s_dq: Any
+    s_dk: Any
+    s_dv: Any
+    dbeta: Any
+    s_dbeta: Any
+    end: None = None
+
+
+class Scratch(NamedTuple):
+    """Kernel argument: workspace of a program.
+
+    Attributes:
+        pairs, near: Gradients of pairs of rows, as in `PairMemory`; None without a channel gate.
+        dq, dk: [chunks * H, BT, K] float32 sums over value heads; None where each is written once.
+    """
+
+    pairs: Any
+    near: Any
+    dq: Any
+    dk: Any
+
+
+class Sizes(NamedTuple):
+    """Constexprs: sizes of the call and of tiles."""
+
+    H: int
+    HV: int
+    K: int
+    V: int
+    BT: int
+    BK: int
+    BV: int
+
+
+class Flags(NamedTuple):
+    """Constexprs: variant of the kernel.
+
+    Attributes:
+        PACKED: Whether the batch is packed.
+        GATE, SCALAR, CHANNEL: Kind of the gate; see `tile.decay`.
+        ACTIVATION, CLAMPED: The gate's activation, and whether a clamp is requested.
+        NORM, LOGIT: Whether q and k are normalised, and whether beta is a logit.
+        USE_TMA_TILES, USE_TMA, USE_TMA_DO, TMA_STORES: Whether S, dS, e and X, q and k, do, and the gradients of tokens
+            are descriptors.
+        PREFETCH: Whether rows are prefetched into L2.
+        OP, PRECISION, EXACT: Dtype and precision of products.
+    """
+
+    PACKED: bool
+    GATE: str
+    SCALAR: bool
+    CHANNEL: bool
+    ACTIVATION: str
+    CLAMPED: bool
+    NORM: bool
+    LOGIT: bool
+    USE_TMA_TILES: bool
+    USE_TMA: bool
+    USE_TMA_DO: bool
+    TMA_STORES: bool
+    PREFETCH: bool
+    OP: Any
+    PRECISION: Any
+    EXACT: str
+
+
+class Factors(NamedTuple):
+    """Kernel argument: numbers that gradients are multiplied by.
+
+    Attributes:
+        scale: Of the output.
+        unit: Of the gradients of states.
+        erased_unit: The unit, or 0 for writes that erase nothing: keys then get no gradient from what they would read.
+    """
+
+    scale: Any
+    unit: Any
+    erased_unit: Any
+
+
+@triton.jit(do_not_specialize=["N", "T", "per_sequence"])
 def wyfold_gradients_triton(
     x_q,
-    s_q,
     x_k,
-    s_k,
-    p_g,
-    s_g,
-    p_beta,
-    s_beta,
-    p_A_log,
-    p_dt_bias,
     x_do,
-    s_do,
-    p_S,
-    p_dS,
-    p_e,
-    p_X,
-    p_S_tiles,
-    p_dS_tiles,
+    x_S,
+    x_dS,
+    x_e,
+    x_X,
     x_dq,
-    s_dq,
     x_dk,
-    s_dk,
     x_dv,
-    s_dv,
-    p_dg,
-    s_dg,
-    p_dbeta,
-    s_dbeta,
-    p_dA_log,
-    p_ddt_bias,
-    p_pairs,
-    p_near,
-    p_dq_acc,
-    p_dk_acc,
-    p_cu,
-    p_first,
-    p_sequence,
+    tokens,
+    gate,
+    strength,
+    outputs,
+    dgate,
+    scratch,
+    packing,
+    factors,
     N,
     T,
     per_sequence,
-    scale,
-    unit,
-    lower_bound,
-    clamp,
-    beta_most,
-    erased_unit,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    PACKED: tl.constexpr,
-    GATE: tl.constexpr,
-    SCALAR: tl.constexpr,
-    CHANNEL: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    NORM: tl.constexpr,
-    LOGIT: tl.constexpr,
-    USE_TMA_TILES: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    USE_TMA_DO: tl.constexpr,
-    TMA_STORES: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    OP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
+    SIZES: tl.constexpr,
+    FLAGS: tl.constexpr,
 ):
     """One program computes the gradients of a chunk of one key head.
 
     For each value head it first computes the gradients of the two grams, then loops over K in slices of BK. Where a key
     head has several value heads, or rows are normalised here, dq and dk accumulate in float32 tiles in global memory.
-    erased_unit: The unit, or 0 for writes that erase nothing: keys then get no gradient from what they would read.
     """
+    H: tl.constexpr = SIZES.H
+    HV: tl.constexpr = SIZES.HV
+    K: tl.constexpr = SIZES.K
+    V: tl.constexpr = SIZES.V
+    BT: tl.constexpr = SIZES.BT
+    BK: tl.constexpr = SIZES.BK
+    BV: tl.constexpr = SIZES.BV
+    PACKED: tl.constexpr = FLAGS.PACKED
+    GATE: tl.constexpr = FLAGS.GATE
+    SCALAR: tl.constexpr = FLAGS.SCALAR
+    CHANNEL: tl.constexpr = FLAGS.CHANNEL
+    ACTIVATION: tl.constexpr = FLAGS.ACTIVATION
+    CLAMPED: tl.constexpr = FLAGS.CLAMPED
+    NORM: tl.constexpr = FLAGS.NORM
+    LOGIT: tl.constexpr = FLAGS.LOGIT
+    USE_TMA_TILES: tl.constexpr = FLAGS.USE_TMA_TILES
+    USE_TMA: tl.constexpr = FLAGS.USE_TMA
+    USE_TMA_DO: tl.constexpr = FLAGS.USE_TMA_DO
+    TMA_STORES: tl.constexpr = FLAGS.TMA_STORES
+    PREFETCH: tl.constexpr = FLAGS.PREFETCH
+    OP: tl.constexpr = FLAGS.OP
+    PRECISION: tl.constexpr = FLAGS.PRECISION
+    EXACT: tl.constexpr = FLAGS.EXACT
     GR: tl.constexpr = HV // H
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
     ACCUMULATED: tl.constexpr = NORM or GR > 1
     pid = tl.program_id(0).to(tl.int64)
     i_c, i_h = pid // H, pid % H
-    i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
+    i_n, _, b, t, rows = chunk_span(i_c, packing, T, per_sequence, PACKED, BT)
+    at = TokenRows(b, t, rows, T)
     o_r = tl.arange(0, BT)
     zero = tl.zeros((BT,), tl.float32)
     zeros = tl.zeros((BT, BK), tl.float32)
@@ -305,31 +379,39 @@ def wyfold_gradients_triton(
                 i_tile = i_c * HV + i_hv
                 for i_v in tl.static_range(NV):
                     if x_dv is not None:
-                        store_tokens(x_dv, s_dv, b, t, i_hv, i_v * BV, rows, tl.zeros((BT, BV), tl.float32), V, BT, BV)
-                if p_dbeta is not None:
-                    store_token_scalars(p_dbeta, s_dbeta, b, t, i_hv, rows, zero, BT)
+                        store_tokens(x_dv, outputs.s_dv, at, i_hv, i_v * BV, tl.zeros((BT, BV), tl.float32), V)
+                if outputs.dbeta is not None:
+                    store_token_scalars(outputs.dbeta, outputs.s_dbeta, at, i_hv, zero, BT)
                 for i_k in tl.static_range(NK if CHANNEL else 1):
                     b_zero = zeros.reshape(BT // NEAR, NEAR, BK) if CHANNEL else zero
                     store_gate_gradient(
-                        p_dg, s_dg, p_dA_log, p_ddt_bias, i_tile, b, t, i_hv, i_k * BK, rows, b_zero, b_zero,
-                        opaque_zero, GATE, K, BT, BK,
-                    )  # fmt: skip
+                        dgate,
+                        i_tile,
+                        at,
+                        i_hv,
+                        i_k * BK,
+                        b_zero,
+                        b_zero,
+                        opaque_zero,
+                        GATE,
+                        K,
+                    )
             for i_k in tl.static_range(NK):
                 if x_dq is not None:
-                    store_tokens(x_dq, s_dq, b, t, i_h, i_k * BK, rows, zeros, K, BT, BK)
+                    store_tokens(x_dq, outputs.s_dq, at, i_h, i_k * BK, zeros, K)
                 if x_dk is not None:
-                    store_tokens(x_dk, s_dk, b, t, i_h, i_k * BK, rows, zeros, K, BT, BK)
+                    store_tokens(x_dk, outputs.s_dk, at, i_h, i_k * BK, zeros, K)
             return
 
     if PREFETCH:
         # Occupancy is too low for programs to hide each other's memory latency.
-        prefetch_tokens(x_q, s_q, b, t, i_h, rows, K, BT)
-        prefetch_tokens(x_k, s_k, b, t, i_h, rows, K, BT)
+        prefetch_tokens(x_q, tokens.s_q, at, i_h, K, BT)
+        prefetch_tokens(x_k, tokens.s_k, at, i_h, K, BT)
     upper, lower = o_r[:, None] < o_r[None, :], o_r[:, None] > o_r[None, :]
     b_rq, b_rk = zero + 1.0, zero + 1.0
     if NORM:
-        b_rq = _reciprocal_norms(x_q, s_q, b, t, i_h, rows, K, BT, BK)
-        b_rk = _reciprocal_norms(x_k, s_k, b, t, i_h, rows, K, BT, BK)
+        b_rq = _reciprocal_norms(x_q, tokens.s_q, at, i_h, K, BT, BK)
+        b_rk = _reciprocal_norms(x_k, tokens.s_k, at, i_h, K, BT, BK)
     # Where raw rows are operands of the grams' adjoints, their norms scale the other operand.
     b_nq, b_nk = zero + 1.0, zero + 1.0
     if not CHANNEL:
@@ -338,16 +420,14 @@ def wyfold_gradients_triton(
     for i_hv in range(i_h * GR, i_h * GR + GR):
         i_tile = i_c * HV + i_hv
         if PREFETCH:
-            prefetch_tile(p_S_tiles, i_tile, V * K)
-            prefetch_tile(p_dS_tiles, i_tile, V * K)
+            prefetch_tile(tokens.S, i_tile, V * K)
+            prefetch_tile(tokens.dS, i_tile, V * K)
             if CHANNEL:
-                prefetch_tokens(p_g, s_g, b, t, i_hv, rows, K, BT)
-        b_beta = load_strength(p_beta, s_beta, b, t, i_hv, rows, beta_most, LOGIT, BT)
+                prefetch_tokens(gate.g, gate.s_g, at, i_hv, K, BT)
+        b_beta = load_strength(strength, at, i_hv, LOGIT, BT)
         b_raw, b_g, b_dg = zero, zero, zero
         if not CHANNEL:
-            b_raw, b_g = load_gate(
-                p_g, s_g, p_A_log, p_dt_bias, b, t, i_hv, 0, rows, lower_bound, clamp, GATE, ACTIVATION, K, BT, BK
-            )
+            b_raw, b_g = load_gate(gate, at, i_hv, 0, GATE, ACTIVATION, K, BT, BK)
         b_G = running_sum(b_g, GATE)
         b_in, b_out, total = scalar_rows(b_G, GATE, BT)
 
@@ -356,9 +436,9 @@ def wyfold_gradients_triton(
         b_dJT, b_dPT = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
         b_dbeta = zero
         for i_v in range(NV):
-            b_e = load_tile_block(p_e, i_tile, 0, i_v * BV, BT, V, BT, BV, USE_TMA_TILES)
-            b_X = load_tile_block(p_X, i_tile, 0, i_v * BV, BT, V, BT, BV, USE_TMA_TILES)
-            b_do = load_token_block(x_do, s_do, b, t, i_hv, i_v * BV, rows, T, V, BT, BV, USE_TMA_DO, USE_TMA_DO)
+            b_e = load_tile_block(x_e, i_tile, 0, i_v * BV, BT, V, BT, BV, USE_TMA_TILES)
+            b_X = load_tile_block(x_X, i_tile, 0, i_v * BV, BT, V, BT, BV, USE_TMA_TILES)
+            b_do = load_token_block(x_do, tokens.s_do, at, i_hv, i_v * BV, V, BT, BV, USE_TMA_DO, USE_TMA_DO)
             b_dJ = mm(b_X, tl.trans(b_e), b_dJ, OP, PRECISION)
             b_dP = mm(b_do, tl.trans(b_e), b_dP, OP, PRECISION)
             if CHANNEL:
@@ -367,32 +447,32 @@ def wyfold_gradients_triton(
             if OP != tl.bfloat16:
                 b_dbeta += tl.sum(b_X.to(tl.float32) * b_e.to(tl.float32), axis=1)
             if x_dv is not None:
-                b_dv = b_X.to(tl.float32) * (b_beta * unit)[:, None]
-                store_token_block(x_dv, s_dv, b, t, i_hv, i_v * BV, rows, T, b_dv, V, BT, BV, TMA_STORES)
-        if p_dbeta is not None:
+                b_dv = b_X.to(tl.float32) * (b_beta * factors.unit)[:, None]
+                store_token_block(x_dv, outputs.s_dv, at, i_hv, i_v * BV, b_dv, V, TMA_STORES)
+        if outputs.dbeta is not None:
             if OP == tl.bfloat16:  # products do not round bfloat16 operands
                 b_dbeta = tl.sum(tl.where(upper | lower, 0.0, b_dJ), axis=1)
-            b_dbeta *= unit
+            b_dbeta *= factors.unit
             if LOGIT:
-                b_dbeta = strength_bwd(p_beta, s_beta, b, t, i_hv, rows, b_dbeta, beta_most, BT)
-            store_token_scalars(p_dbeta, s_dbeta, b, t, i_hv, rows, b_dbeta, BT)
+                b_dbeta = strength_bwd(strength, at, i_hv, b_dbeta, BT)
+            store_token_scalars(outputs.dbeta, outputs.s_dbeta, at, i_hv, b_dbeta, BT)
         b_decay = pair_decay(b_G, GATE, BT)
-        b_dJ = tl.where(lower, b_dJ, 0.0) * (b_beta[None, :] * b_decay) * (-b_beta * erased_unit)[:, None]
-        b_dP = tl.where(upper, 0.0, b_dP) * (b_beta[None, :] * b_decay) * scale
+        b_dJ = tl.where(lower, b_dJ, 0.0) * (b_beta[None, :] * b_decay) * (-b_beta * factors.erased_unit)[:, None]
+        b_dP = tl.where(upper, 0.0, b_dP) * (b_beta[None, :] * b_decay) * factors.scale
         # Contributions of later rows to keys: right operands, while the left ones are rows transposed in shared memory.
         b_dJr, b_dPr = (b_dJ * b_nk[:, None]).to(OP), (b_dP * b_nq[:, None]).to(OP)
         b_dJ, b_dP = b_dJ * b_nk[None, :], b_dP * b_nk[None, :]
         if SCALAR:
-            b_qk, b_kk = _grams(x_q, s_q, x_k, s_k, b, t, i_h, rows, K, BT, BK, OP, PRECISION)
+            b_qk, b_kk = _grams(x_q, tokens.s_q, x_k, tokens.s_k, at, i_h, K, BT, BK, OP, PRECISION)
             b_dg = interval_sum(b_dP * b_qk * b_rq[:, None] + b_dJ * b_kk * b_rk[:, None], BT, EXACT)
         if CHANNEL:
-            b_dJT = b_dJT * (b_beta[:, None] * b_decay) * (-b_beta * erased_unit * b_nk)[None, :]
-            b_dPT = tl.where(lower, 0.0, b_dPT) * (b_beta[:, None] * b_decay) * (scale * b_nq)[None, :]
-            store_near_pairs(p_near, i_tile, 0, b_dPT, BT)
-            store_near_pairs(p_near, i_tile, 1, b_dJT, BT)
-            store_tile(p_pairs, i_tile * 3, 0, 0, tl.where(upper, b_dJT, b_dJ).to(OP), BT, BT, BT, BT)
-            store_tile(p_pairs, i_tile * 3 + 1, 0, 0, b_dP, BT, BT, BT, BT)
-            store_tile(p_pairs, i_tile * 3 + 2, 0, 0, b_dPT, BT, BT, BT, BT)
+            b_dJT = b_dJT * (b_beta[:, None] * b_decay) * (-b_beta * factors.erased_unit * b_nk)[None, :]
+            b_dPT = tl.where(lower, 0.0, b_dPT) * (b_beta[:, None] * b_decay) * (factors.scale * b_nq)[None, :]
+            store_near_pairs(scratch.near, i_tile, 0, b_dPT, BT)
+            store_near_pairs(scratch.near, i_tile, 1, b_dJT, BT)
+            store_tile(scratch.pairs, i_tile * 3, 0, 0, tl.where(upper, b_dJT, b_dJ).to(OP), BT, BT, BT, BT)
+            store_tile(scratch.pairs, i_tile * 3 + 1, 0, 0, b_dP, BT, BT, BT, BT)
+            store_tile(scratch.pairs, i_tile * 3 + 2, 0, 0, b_dPT, BT, BT, BT, BT)
             tl.debug_barrier()  # other threads may load what a thread stored
         b_dJ, b_dP = b_dJ.to(OP), b_dP.to(OP)
 
@@ -403,11 +483,11 @@ def wyfold_gradients_triton(
             b_dq, b_dk, b_dk_write = zeros, zeros, zeros
             b_carried, b_SdS = tl.zeros((BK,), tl.float32), tl.zeros((BV, BV), tl.float32)
             for i_v in range(NV):
-                b_S = load_tile_block(p_S, i_tile, i_v * BV, i_k * BK, V, K, BV, BK, USE_TMA_TILES)
-                b_dS = load_tile_block(p_dS, i_tile, i_v * BV, i_k * BK, V, K, BV, BK, USE_TMA_TILES)
-                b_e = load_tile_block(p_e, i_tile, 0, i_v * BV, BT, V, BT, BV, USE_TMA_TILES)
-                b_X = load_tile_block(p_X, i_tile, 0, i_v * BV, BT, V, BT, BV, USE_TMA_TILES)
-                b_do = load_token_block(x_do, s_do, b, t, i_hv, i_v * BV, rows, T, V, BT, BV, USE_TMA_DO, USE_TMA_DO)
+                b_S = load_tile_block(x_S, i_tile, i_v * BV, i_k * BK, V, K, BV, BK, USE_TMA_TILES)
+                b_dS = load_tile_block(x_dS, i_tile, i_v * BV, i_k * BK, V, K, BV, BK, USE_TMA_TILES)
+                b_e = load_tile_block(x_e, i_tile, 0, i_v * BV, BT, V, BT, BV, USE_TMA_TILES)
+                b_X = load_tile_block(x_X, i_tile, 0, i_v * BV, BT, V, BT, BV, USE_TMA_TILES)
+                b_do = load_token_block(x_do, tokens.s_do, at, i_hv, i_v * BV, V, BT, BV, USE_TMA_DO, USE_TMA_DO)
                 b_dq = mm(b_do, b_S, b_dq, OP, PRECISION)
                 b_dk = mm(b_X, b_S, b_dk, OP, PRECISION)
                 b_dk_write = mm(b_e, b_dS, b_dk_write, OP, PRECISION)
@@ -415,40 +495,62 @@ def wyfold_gradients_triton(
                     b_SdS = mm(b_S, tl.trans(b_dS), b_SdS, OP, PRECISION)
                 else:
                     b_carried += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), axis=0)
-            b_carried *= unit
+            b_carried *= factors.unit
             if SCALAR and OP == tl.bfloat16:
                 o_v = tl.arange(0, BV)
                 b_trace += tl.sum(tl.where(o_v[:, None] == o_v[None, :], b_SdS, 0.0), axis=1)
-            b_dq *= (scale * b_in)[:, None]
-            b_dk *= (-b_beta * erased_unit * b_in)[:, None]
-            b_dk_write *= (b_beta * unit * b_out)[:, None]
+            b_dq *= (factors.scale * b_in)[:, None]
+            b_dk *= (-b_beta * factors.erased_unit * b_in)[:, None]
+            b_dk_write *= (b_beta * factors.unit * b_out)[:, None]
             if CHANNEL:
-                b_q = load_sub_chunks(x_q, s_q, b, t, i_h, i_k * BK, rows, opaque_zero, K, BT, BK, NEAR).to(tl.float32)
-                b_k = load_sub_chunks(x_k, s_k, b, t, i_h, i_k * BK, rows, opaque_zero, K, BT, BK, NEAR).to(tl.float32)
-                b_x = load_sub_chunks(p_g, s_g, b, t, i_hv, i_k * BK, rows, opaque_zero, K, BT, BK, NEAR).to(tl.float32)
+                b_q = load_sub_chunks(x_q, tokens.s_q, at, i_h, i_k * BK, opaque_zero, K, BT, BK, NEAR).to(tl.float32)
+                b_k = load_sub_chunks(x_k, tokens.s_k, at, i_h, i_k * BK, opaque_zero, K, BT, BK, NEAR).to(tl.float32)
+                b_x = load_sub_chunks(gate.g, gate.s_g, at, i_hv, i_k * BK, opaque_zero, K, BT, BK, NEAR).to(tl.float32)
                 if NORM:
                     b_q *= b_rq.reshape(BT // NEAR, NEAR, 1)
                     b_k *= b_rk.reshape(BT // NEAR, NEAR, 1)
-                b_gate = sub_chunk_gate(
-                    b_x, p_A_log, p_dt_bias, i_hv, i_k * BK, rows, lower_bound, clamp, ACTIVATION, K, BT, BK, NEAR
-                )
+                b_gate = sub_chunk_gate(b_x, gate, i_hv, i_k * BK, rows, ACTIVATION, K)
                 b_dq, b_dk, b_dgate = channel_bwd(
-                    b_q, b_k, b_gate, p_pairs, p_near, i_tile, b_dq, b_dk, b_dk_write, b_carried, opaque_zero,
-                    BT, BK, OP, PRECISION,
-                )  # fmt: skip
+                    b_q,
+                    b_k,
+                    b_gate,
+                    PairMemory(scratch.pairs, scratch.near, i_tile, opaque_zero),
+                    b_dq,
+                    b_dk,
+                    b_dk_write,
+                    b_carried,
+                    OP,
+                    PRECISION,
+                )
                 # Loaded again rather than kept in registers.
-                b_x = load_sub_chunks(p_g, s_g, b, t, i_hv, i_k * BK, rows, opaque_zero, K, BT, BK, NEAR).to(tl.float32)
+                b_x = load_sub_chunks(gate.g, gate.s_g, at, i_hv, i_k * BK, opaque_zero, K, BT, BK, NEAR).to(tl.float32)
                 b_dx, b_dA = log_gate_bwd(
-                    b_x, b_dgate, p_A_log, p_dt_bias, i_hv, i_k * BK, lower_bound, clamp,
-                    CLAMPED, GATE, ACTIVATION, K, BK,
-                )  # fmt: skip
+                    b_x,
+                    b_dgate,
+                    gate,
+                    i_hv,
+                    i_k * BK,
+                    CLAMPED,
+                    GATE,
+                    ACTIVATION,
+                    K,
+                    BK,
+                )
                 store_gate_gradient(
-                    p_dg, s_dg, p_dA_log, p_ddt_bias, i_tile, b, t, i_hv, i_k * BK, rows, b_dx, b_dA, opaque_zero,
-                    GATE, K, BT, BK,
-                )  # fmt: skip
+                    dgate,
+                    i_tile,
+                    at,
+                    i_hv,
+                    i_k * BK,
+                    b_dx,
+                    b_dA,
+                    opaque_zero,
+                    GATE,
+                    K,
+                )
             else:
-                b_q = load_token_block(x_q, s_q, b, t, i_h, i_k * BK, rows, T, K, BT, BK, USE_TMA, USE_TMA)
-                b_k = load_token_block(x_k, s_k, b, t, i_h, i_k * BK, rows, T, K, BT, BK, USE_TMA, USE_TMA)
+                b_q = load_token_block(x_q, tokens.s_q, at, i_h, i_k * BK, K, BT, BK, USE_TMA, USE_TMA)
+                b_k = load_token_block(x_k, tokens.s_k, at, i_h, i_k * BK, K, BT, BK, USE_TMA, USE_TMA)
                 if SCALAR:
                     if NORM:
                         b_read += b_rq * tl.sum(b_q * b_dq, axis=1) + b_rk * tl.sum(b_k * b_dk, axis=1)
@@ -463,55 +565,60 @@ def wyfold_gradients_triton(
             if ACCUMULATED:
                 if CHANNEL:
                     if i_hv > i_h * GR:
-                        b_dq += load_tile_sub_chunks(p_dq_acc, pid, i_k * BK, opaque_zero, K, BT, BK, NEAR)
-                        b_dk += load_tile_sub_chunks(p_dk_acc, pid, i_k * BK, opaque_zero, K, BT, BK, NEAR)
-                    store_sub_chunks(p_dq_acc, pid, i_k * BK, b_dq, opaque_zero, K, BT, BK, NEAR)
-                    store_sub_chunks(p_dk_acc, pid, i_k * BK, b_dk, opaque_zero, K, BT, BK, NEAR)
+                        b_dq += load_tile_sub_chunks(scratch.dq, pid, i_k * BK, opaque_zero, K, BT, BK, NEAR)
+                        b_dk += load_tile_sub_chunks(scratch.dk, pid, i_k * BK, opaque_zero, K, BT, BK, NEAR)
+                    store_sub_chunks(scratch.dq, pid, i_k * BK, b_dq, opaque_zero, K, BT, BK, NEAR)
+                    store_sub_chunks(scratch.dk, pid, i_k * BK, b_dk, opaque_zero, K, BT, BK, NEAR)
                 else:
                     if i_hv > i_h * GR:
-                        b_dq += load_tile(p_dq_acc, pid, 0, i_k * BK, BT, K, BT, BK)
-                        b_dk += load_tile(p_dk_acc, pid, 0, i_k * BK, BT, K, BT, BK)
-                    store_tile(p_dq_acc, pid, 0, i_k * BK, b_dq, BT, K, BT, BK)
-                    store_tile(p_dk_acc, pid, 0, i_k * BK, b_dk, BT, K, BT, BK)
+                        b_dq += load_tile(scratch.dq, pid, 0, i_k * BK, BT, K, BT, BK)
+                        b_dk += load_tile(scratch.dk, pid, 0, i_k * BK, BT, K, BT, BK)
+                    store_tile(scratch.dq, pid, 0, i_k * BK, b_dq, BT, K, BT, BK)
+                    store_tile(scratch.dk, pid, 0, i_k * BK, b_dk, BT, K, BT, BK)
             elif CHANNEL:
                 if x_dq is not None:
-                    store_token_sub_chunks(x_dq, s_dq, b, t, i_h, i_k * BK, rows, b_dq, opaque_zero, K, BT, BK, NEAR)
+                    store_token_sub_chunks(x_dq, outputs.s_dq, at, i_h, i_k * BK, b_dq, opaque_zero, K)
                 if x_dk is not None:
-                    store_token_sub_chunks(x_dk, s_dk, b, t, i_h, i_k * BK, rows, b_dk, opaque_zero, K, BT, BK, NEAR)
+                    store_token_sub_chunks(x_dk, outputs.s_dk, at, i_h, i_k * BK, b_dk, opaque_zero, K)
             else:
                 if x_dq is not None:
-                    store_token_block(x_dq, s_dq, b, t, i_h, i_k * BK, rows, T, b_dq, K, BT, BK, TMA_STORES)
+                    store_token_block(x_dq, outputs.s_dq, at, i_h, i_k * BK, b_dq, K, TMA_STORES)
                 if x_dk is not None:
-                    store_token_block(x_dk, s_dk, b, t, i_h, i_k * BK, rows, T, b_dk, K, BT, BK, TMA_STORES)
+                    store_token_block(x_dk, outputs.s_dk, at, i_h, i_k * BK, b_dk, K, TMA_STORES)
         if SCALAR:
             if OP == tl.bfloat16:
                 # Summed as a tile's row: for sm_100, Triton 3.6 fails to compile a one-dimensional sum of a product.
-                carried = tl.sum(b_trace[None, :], axis=1) * unit
+                carried = tl.sum(b_trace[None, :], axis=1) * factors.unit
             b_dg += state_gate_gradient(b_read, b_write, carried * total, BT)
             b_dx, b_dA = log_gate_bwd(
-                b_raw, b_dg, p_A_log, p_dt_bias, i_hv, 0, lower_bound, clamp, CLAMPED, GATE, ACTIVATION, K, BK
+                b_raw,
+                b_dg,
+                gate,
+                i_hv,
+                0,
+                CLAMPED,
+                GATE,
+                ACTIVATION,
+                K,
+                BK,
             )
-            store_gate_gradient(
-                p_dg, s_dg, p_dA_log, p_ddt_bias, i_tile, b, t, i_hv, 0, rows, b_dx, b_dA, opaque_zero, GATE, K, BT, BK
-            )
+            store_gate_gradient(dgate, i_tile, at, i_hv, 0, b_dx, b_dA, opaque_zero, GATE, K)
         if ACCUMULATED:
             tl.debug_barrier()  # other threads may load what a thread stored
 
     if ACCUMULATED:
         if x_dq is not None:
-            _store_accumulated(x_q, s_q, p_dq_acc, x_dq, s_dq, pid, b, t, i_h, rows, b_rq, NORM, K, BT, BK)
+            _store_accumulated(x_q, tokens.s_q, scratch.dq, x_dq, outputs.s_dq, pid, at, i_h, b_rq, NORM, K, BT, BK)
         if x_dk is not None:
-            _store_accumulated(x_k, s_k, p_dk_acc, x_dk, s_dk, pid, b, t, i_h, rows, b_rk, NORM, K, BT, BK)
+            _store_accumulated(x_k, tokens.s_k, scratch.dk, x_dk, outputs.s_dk, pid, at, i_h, b_rk, NORM, K, BT, BK)
 
 
 @triton.jit
-def _reciprocal_norms(
-    p_x, s_x, b, t, h, rows, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, eps: tl.constexpr = 1e-6
-):
+def _reciprocal_norms(p_x, s_x, at, h, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, eps: tl.constexpr = 1e-6):
     """(sum x^2 + eps)^(-1/2) of rows, loaded in slices of BK.   [BT]"""
     b_square = tl.zeros((BT,), tl.float32)
     for i_k in range((K + BK - 1) // BK):
-        b_x = load_tokens(p_x, s_x, b, t, h, i_k * BK, rows, K, BT, BK).to(tl.float32)
+        b_x = load_tokens(p_x, s_x, at, h, i_k * BK, K, BT, BK).to(tl.float32)
         b_square += tl.sum(b_x * b_x, axis=1)
     return tl.rsqrt(b_square + eps)
 
@@ -522,10 +629,8 @@ def _grams(
     s_q,
     p_k,
     s_k,
-    b,
-    t,
+    at,
     h,
-    rows,
     K: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
@@ -535,8 +640,8 @@ def _grams(
     """q k^T and k k^T of a chunk's raw rows, loaded in slices of BK.   2 x [BT, BT]"""
     b_qk, b_kk = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
     for i_k in range((K + BK - 1) // BK):
-        b_q = load_tokens(p_q, s_q, b, t, h, i_k * BK, rows, K, BT, BK)
-        b_k = load_tokens(p_k, s_k, b, t, h, i_k * BK, rows, K, BT, BK)
+        b_q = load_tokens(p_q, s_q, at, h, i_k * BK, K, BT, BK)
+        b_k = load_tokens(p_k, s_k, at, h, i_k * BK, K, BT, BK)
         b_qk = mm(b_q, tl.trans(b_k), b_qk, OP, PRECISION)
         b_kk = mm(b_k, tl.trans(b_k), b_kk, OP, PRECISION)
     return b_qk, b_kk
@@ -550,10 +655,8 @@ def _store_accumulated(
     p_dx,
     s_dx,
     i_tile,
-    b,
-    t,
+    at,
     h,
-    rows,
     b_r,
     NORM: tl.constexpr,
     K: tl.constexpr,
@@ -565,11 +668,11 @@ def _store_accumulated(
     b_dot = tl.zeros((BT,), tl.float32)
     if NORM:
         for i_k in range(NK):
-            b_y = load_tokens(p_x, s_x, b, t, h, i_k * BK, rows, K, BT, BK).to(tl.float32) * b_r[:, None]
+            b_y = load_tokens(p_x, s_x, at, h, i_k * BK, K, BT, BK).to(tl.float32) * b_r[:, None]
             b_dot += tl.sum(b_y * load_tile(p_acc, i_tile, 0, i_k * BK, BT, K, BT, BK), axis=1)
     for i_k in range(NK):
         b_dx = load_tile(p_acc, i_tile, 0, i_k * BK, BT, K, BT, BK)
         if NORM:
-            b_y = load_tokens(p_x, s_x, b, t, h, i_k * BK, rows, K, BT, BK).to(tl.float32) * b_r[:, None]
+            b_y = load_tokens(p_x, s_x, at, h, i_k * BK, K, BT, BK).to(tl.float32) * b_r[:, None]
             b_dx = b_r[:, None] * (b_dx - b_y * b_dot[:, None])
-        store_tokens(p_dx, s_dx, b, t, h, i_k * BK, rows, b_dx, K, BT, BK)
+        store_tokens(p_dx, s_dx, at, h, i_k * BK, b_dx, K)

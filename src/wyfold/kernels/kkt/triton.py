@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -11,9 +13,11 @@ from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import LaunchKey, dtype_word, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.decay.channel.triton import add_far_key_gram, add_key_gram, beyond_reach, exact_sums
-from wyfold.tile.decay.triton import FLOOR, gate_flags, gate_kind, interval_decay, load_gate
+from wyfold.tile.decay.triton import FLOOR, Gate, gate_flags, gate_kind, interval_decay, load_gate
 from wyfold.tile.dot.triton import contracts, exact, operand, precision, self_products, self_sum
 from wyfold.tile.index.triton import (
+    Packing,
+    TokenRows,
     chunk_span,
     load_sub_chunks,
     load_token_scalars,
@@ -44,21 +48,12 @@ def kkt(k: Tensor, beta: Tensor, g: Tensor | None, grid: ChunkGrid, out: Tensor)
     launch_kernel(
         wyfold_kkt_triton,
         grid.chunks * HV,
-        k,
-        k.stride(),
-        beta,
-        beta.stride(),
-        g,
-        strides(g),
-        out,
-        out.stride(),
-        grid.cu,
-        grid.first,
-        grid.sequence,
-        grid.sequences,
-        grid.tokens,
-        grid.per_sequence,
-        FLOOR,
+        tokens=Tokens(k=k, s_k=k.stride(), beta=beta, s_beta=beta.stride(), L=out, s_L=out.stride()),
+        gate=Gate(g=g, s_g=strides(g), clamp=FLOOR),
+        packing=Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),
+        N=grid.sequences,
+        T=grid.tokens,
+        per_sequence=grid.per_sequence,
         H=H,
         HV=HV,
         K=K,
@@ -66,10 +61,10 @@ def kkt(k: Tensor, beta: Tensor, g: Tensor | None, grid: ChunkGrid, out: Tensor)
         BK=min(tile_width(K), config.blocks["BK"]),
         BF=FAR,
         PACKED=grid.cu is not None,
-        **gates,
         OP=operand(operand_dtype),
         PRECISION=precision(operand_dtype),
         EXACT=exact(operand_dtype),
+        **gates,
         **config.options(contract=contracts(operand_dtype)),
     )
 
@@ -79,23 +74,26 @@ def launch_key(dtype: torch.dtype, K: int, chunk_size: int, gate: str) -> Launch
     return LaunchKey(dtype_word(dtype), K, C=chunk_size, gate=gate)
 
 
-@triton.jit(do_not_specialize=["N", "T", "per_sequence", "floor"])
+class Tokens(NamedTuple):
+    """Kernel argument: keys, strengths and the result L, each with its strides."""
+
+    k: Any
+    s_k: Any
+    beta: Any
+    s_beta: Any
+    L: Any
+    s_L: Any
+    end: None = None
+
+
+@triton.jit(do_not_specialize=["N", "T", "per_sequence"])
 def wyfold_kkt_triton(
-    p_k,
-    s_k,
-    p_beta,
-    s_beta,
-    p_g,
-    s_g,
-    p_L,
-    s_L,
-    p_cu,
-    p_first,
-    p_sequence,
+    tokens,
+    gate,
+    packing,
     N,
     T,
     per_sequence,
-    floor,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -114,20 +112,21 @@ def wyfold_kkt_triton(
     i_tile = tl.program_id(0).to(tl.int64)
     i_c, i_hv = i_tile // HV, i_tile % HV
     i_h = i_hv // (HV // H)
-    i_n, _first, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
+    i_n, _first, b, t, rows = chunk_span(i_c, packing, T, per_sequence, PACKED, BT)
+    at = TokenRows(b, t, rows)
     if PACKED:
         if i_n == N:
-            store_tokens(p_L, s_L, b, t, i_hv, 0, rows, tl.zeros((BT, BT), tl.float32), BT, BT, BT)
+            store_tokens(tokens.L, tokens.s_L, at, i_hv, 0, tl.zeros((BT, BT), tl.float32), BT)
             return
     # beta and a scalar gate are loaded before the keys: after the products their latency would be exposed.
-    b_beta = load_token_scalars(p_beta, s_beta, b, t, i_hv, rows, BT)
+    b_beta = load_token_scalars(tokens.beta, tokens.s_beta, at, i_hv, BT)
     if CHANNEL:
-        b_J = _channel_gram(p_k, s_k, p_g, s_g, b, t, i_h, i_hv, rows, tl.minimum(T, 0), floor, K, BT, BK, BF, EXACT)
+        b_J = _channel_gram(tokens, gate, at, i_h, i_hv, tl.minimum(T, 0), K, BT, BK, BF, EXACT)
     else:
-        _raw, b_g = load_gate(p_g, s_g, None, None, b, t, i_hv, 0, rows, 0.0, floor, GATE, "given", K, BT, BK)
+        _raw, b_g = load_gate(gate, at, i_hv, 0, GATE, "given", K, BT, BK)
         b_J, b_rest = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
         for column in range(0, K, BK):
-            b_k = load_tokens(p_k, s_k, b, t, i_h, column, rows, K, BT, BK)
+            b_k = load_tokens(tokens.k, tokens.s_k, at, i_h, column, K, BT, BK)
             b_J, b_rest = self_products(b_k, b_J, b_rest, OP, PRECISION)
         b_J = self_sum(b_J, b_rest, OP, PRECISION)
         if SCALAR:
@@ -135,22 +134,17 @@ def wyfold_kkt_triton(
     b_L = b_J * b_beta[:, None]
     o = tl.arange(0, BT)
     # Masked last: a beta that is not finite must not reach entries that are zero by definition.
-    store_tokens(p_L, s_L, b, t, i_hv, 0, rows, tl.where(o[:, None] > o[None, :], b_L, 0.0), BT, BT, BT)
+    store_tokens(tokens.L, tokens.s_L, at, i_hv, 0, tl.where(o[:, None] > o[None, :], b_L, 0.0), BT)
 
 
 @triton.jit
 def _channel_gram(
-    p_k,
-    s_k,
-    p_g,
-    s_g,
-    b,
-    t,
+    tokens,
+    gate,
+    at,
     i_h,
     i_hv,
-    rows,
     opaque_zero,
-    floor,
     K: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
@@ -164,23 +158,27 @@ def _channel_gram(
     """
     NB: tl.constexpr = BT // 16
     b_JT, b_least = tl.zeros((NB, BT, 16), tl.float32), tl.zeros((NB, BK), tl.float32)
-    b_k = load_sub_chunks(p_k, s_k, b, t, i_h, 0, rows, opaque_zero, K, BT, BK)
-    b_g = load_sub_chunks(p_g, s_g, b, t, i_hv, 0, rows, opaque_zero, K, BT, BK)
+    b_k = load_sub_chunks(tokens.k, tokens.s_k, at, i_h, 0, opaque_zero, K, BT, BK)
+    b_g = load_sub_chunks(gate.g, gate.s_g, at, i_hv, 0, opaque_zero, K, BT, BK)
     for column in range(0, K, BK):
         # The next slice is loaded during this one's products. Carrying it through the loop also hides the keys' width
         # from the compiler, which would choose the operands' layout by it
         # (docs/facts/compilers.md, TRITON-10).
-        more = tl.where(column + BK < K, rows, 0)
-        b_k_next = load_sub_chunks(p_k, s_k, b, t, i_h, column + BK, more, opaque_zero, K, BT, BK)
-        b_g_next = load_sub_chunks(p_g, s_g, b, t, i_hv, column + BK, more, opaque_zero, K, BT, BK)
-        b_P, b_x, b_last, b_x_last, b_between = exact_sums(b_g, floor, NB)
+        more = tl.where(column + BK < K, at.rows, 0)
+        b_k_next = load_sub_chunks(
+            tokens.k, tokens.s_k, TokenRows(at.b, at.t, more), i_h, column + BK, opaque_zero, K, BT, BK
+        )
+        b_g_next = load_sub_chunks(
+            gate.g, gate.s_g, TokenRows(at.b, at.t, more), i_hv, column + BK, opaque_zero, K, BT, BK
+        )
+        b_P, b_x, b_last, b_x_last, b_between = exact_sums(b_g, gate.clamp, NB)
         b_least = tl.minimum(b_least, b_last)
         b_JT = add_key_gram(b_JT, b_k.to(tl.float32), b_P, b_x, b_last, b_x_last, b_between, NB, EXACT)
         b_k, b_g = b_k_next, b_g_next
     if beyond_reach(tl.min(b_least)):
         for column in range(0, K, BF):
-            b_far = load_sub_chunks(p_k, s_k, b, t, i_h, column, rows, opaque_zero, K, BT, BF).to(tl.float32)
-            b_g_far = load_sub_chunks(p_g, s_g, b, t, i_hv, column, rows, opaque_zero, K, BT, BF)
-            b_P, b_x, b_last, b_x_last, b_between = exact_sums(b_g_far, floor, NB)
+            b_far = load_sub_chunks(tokens.k, tokens.s_k, at, i_h, column, opaque_zero, K, BT, BF).to(tl.float32)
+            b_g_far = load_sub_chunks(gate.g, gate.s_g, at, i_hv, column, opaque_zero, K, BT, BF)
+            b_P, b_x, b_last, b_x_last, b_between = exact_sums(b_g_far, gate.clamp, NB)
             b_JT = add_far_key_gram(b_JT, b_far, b_P, b_x, b_last, b_x_last, b_between, NB, EXACT)
     return tl.trans(b_JT.permute(1, 0, 2).reshape(BT, BT))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +23,7 @@ from wyfold.tile.decay.channel.triton import (
 )
 from wyfold.tile.decay.triton import (
     FLOOR,
+    Gate,
     decayed_grams_transposed,
     gate_flags,
     gate_kind,
@@ -30,6 +33,9 @@ from wyfold.tile.decay.triton import (
 )
 from wyfold.tile.dot.triton import NARROWEST, contracts, exact, mm_exact, operand, precision, workspace
 from wyfold.tile.index.triton import (
+    Packing,
+    Strength,
+    TokenRows,
     all_or_none,
     chunk_span,
     has_tma,
@@ -107,55 +113,40 @@ def prepare(
     launch_kernel(
         wyfold_prepare_triton,
         tiles,
-        x_q,
-        q.stride(),
-        x_k,
-        k.stride(),
-        g,
-        strides(g),
-        beta,
-        strides(beta),
-        A_log,
-        dt_bias,
-        o,
-        o.stride(),
-        *written[:4],
-        written.rows_bwd,
-        *written[4:8],
-        grid.cu,
-        grid.first,
-        grid.sequence,
-        grid.sequences,
-        grid.tokens,
-        grid.per_sequence,
-        options.lower_bound,
-        options.clamp or FLOOR,
-        options.beta_most,
-        float(options.erases),
-        int(clear),
+        x_q=x_q,
+        x_k=x_k,
+        tokens=Tokens(s_q=q.stride(), s_k=k.stride(), o=o, s_o=o.stride()),
+        gate=Gate(
+            g=g,
+            s_g=strides(g),
+            A_log=A_log,
+            dt_bias=dt_bias,
+            lower_bound=options.lower_bound,
+            clamp=options.clamp or FLOOR,
+        ),
+        strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most, erases=float(options.erases)),
+        factors=written,
+        packing=Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),
+        N=grid.sequences,
+        T=grid.tokens,
+        per_sequence=grid.per_sequence,
+        clear=int(clear),
         # A runtime argument, so that both directions of the folded form share one compiled kernel.
-        int(found.W is not None),
-        H=H,
-        HV=HV,
-        K=K,
-        V=V,
-        BT=C,
-        BK=BK,
-        BE=BE,
-        BV=tile_width(V),
-        PACKED=grid.cu is not None,
-        USE_TMA=rows is not None,
-        GATE=gate,
-        CHANNEL=channel,
-        ACTIVATION=options.activation,
-        NORM=options.qk_l2norm,
-        LOGIT=options.beta_logit,
-        WHOLE=config.blocks["BM"] >= C,
-        OP=operand(q.dtype),
-        PRECISION=precision(q.dtype),
-        EXACT=exact(q.dtype),
-        WARPS=warps,
-        STAGES=config.stages,
+        with_w=int(found.W is not None),
+        SIZES=Sizes(H=H, HV=HV, K=K, V=V, BT=C, BK=BK, BE=BE, BV=tile_width(V), WARPS=warps, STAGES=config.stages),
+        FLAGS=Flags(
+            PACKED=grid.cu is not None,
+            USE_TMA=rows is not None,
+            GATE=gate,
+            CHANNEL=channel,
+            ACTIVATION=options.activation,
+            NORM=options.qk_l2norm,
+            LOGIT=options.beta_logit,
+            WHOLE=config.blocks["BM"] >= C,
+            OP=operand(q.dtype),
+            PRECISION=precision(q.dtype),
+            EXACT=exact(q.dtype),
+        ),
         **{**config.options(contract=contracts(q.dtype)), "num_warps": warps},
     )
     return found
@@ -191,112 +182,149 @@ def launch_key(dtype: torch.dtype, K: int, V: int, chunk_size: int, gate: str, f
     return LaunchKey(dtype_word(dtype), K, V, C=chunk_size, gate=gate, form="EF" if folded else "WF")
 
 
-@triton.jit(
-    do_not_specialize=["N", "T", "per_sequence", "lower_bound", "clamp", "beta_most", "erases", "clear", "with_w"]
-)
+class Tokens(NamedTuple):
+    """Kernel argument: how the tokens lie in memory.
+
+    Attributes:
+        s_q, s_k: Strides of q and k.
+        o, s_o: Output of the call, and its strides.
+    """
+
+    s_q: Any
+    s_k: Any
+    o: Any
+    s_o: Any
+    end: None = None
+
+
+class Sizes(NamedTuple):
+    """Constexprs: sizes of the call and of tiles.
+
+    Attributes:
+        H, HV, K, V, BT: Sizes of the call and of a chunk.
+        BK, BE: Columns of a slice of K, for the grams and for E.
+        BV: Width of a row of the output.
+        WARPS, STAGES: Warps of a program, and slices in flight.
+    """
+
+    H: int
+    HV: int
+    K: int
+    V: int
+    BT: int
+    BK: int
+    BE: int
+    BV: int
+    WARPS: int
+    STAGES: int
+
+
+class Flags(NamedTuple):
+    """Constexprs: variant of the kernel.
+
+    Attributes:
+        PACKED: Whether the batch is packed.
+        USE_TMA: Whether q and k are descriptors.
+        GATE, CHANNEL, ACTIVATION: Kind of the gate, and its activation; see `tile.decay`.
+        NORM, LOGIT: Whether q and k are normalised, and whether beta is a logit.
+        WHOLE: Whether a chunk is inverted as one block.
+        OP, PRECISION, EXACT: Dtype and precision of products.
+    """
+
+    PACKED: bool
+    USE_TMA: bool
+    GATE: str
+    CHANNEL: bool
+    ACTIVATION: str
+    NORM: bool
+    LOGIT: bool
+    WHOLE: bool
+    OP: Any
+    PRECISION: Any
+    EXACT: str
+
+
+@triton.jit(do_not_specialize=["N", "T", "per_sequence", "clear", "with_w"])
 def wyfold_prepare_triton(
     x_q,
-    s_q,
     x_k,
-    s_k,
-    p_g,
-    s_g,
-    p_beta,
-    s_beta,
-    p_A_log,
-    p_dt_bias,
-    p_o,
-    s_o,
-    p_rows,
-    p_total,
-    p_qd,
-    p_kd,
-    p_back,
-    p_E,
-    p_F,
-    p_W,
-    p_FB,
-    p_cu,
-    p_first,
-    p_sequence,
+    tokens,
+    gate,
+    strength,
+    factors,
+    packing,
     N,
     T,
     per_sequence,
-    lower_bound,
-    clamp,
-    beta_most,
-    erases,
     clear,
     with_w,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BE: tl.constexpr,
-    BV: tl.constexpr,
-    PACKED: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    GATE: tl.constexpr,
-    CHANNEL: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    NORM: tl.constexpr,
-    LOGIT: tl.constexpr,
-    WHOLE: tl.constexpr,
-    OP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
-    WARPS: tl.constexpr,
-    STAGES: tl.constexpr,
+    SIZES: tl.constexpr,
+    FLAGS: tl.constexpr,
 ):
     """One program computes the factors of a chunk of one value head.
 
-    erases: 1, or 0 for writes that erase nothing: the keys then read no state, and A is the identity.
+    With strength.erases 0 the keys read no state, and A is the identity.
     """
+    H: tl.constexpr = SIZES.H
+    HV: tl.constexpr = SIZES.HV
+    K: tl.constexpr = SIZES.K
+    V: tl.constexpr = SIZES.V
+    BT: tl.constexpr = SIZES.BT
+    BK: tl.constexpr = SIZES.BK
+    BE: tl.constexpr = SIZES.BE
+    BV: tl.constexpr = SIZES.BV
+    WARPS: tl.constexpr = SIZES.WARPS
+    STAGES: tl.constexpr = SIZES.STAGES
+    PACKED: tl.constexpr = FLAGS.PACKED
+    USE_TMA: tl.constexpr = FLAGS.USE_TMA
+    GATE: tl.constexpr = FLAGS.GATE
+    CHANNEL: tl.constexpr = FLAGS.CHANNEL
+    ACTIVATION: tl.constexpr = FLAGS.ACTIVATION
+    NORM: tl.constexpr = FLAGS.NORM
+    LOGIT: tl.constexpr = FLAGS.LOGIT
+    WHOLE: tl.constexpr = FLAGS.WHOLE
+    OP: tl.constexpr = FLAGS.OP
+    PRECISION: tl.constexpr = FLAGS.PRECISION
+    EXACT: tl.constexpr = FLAGS.EXACT
     i_tile = tl.program_id(0).to(tl.int64)
     i_c, i_hv = i_tile // HV, i_tile % HV
     i_h = i_hv // (HV // H)
-    i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
+    i_n, _, b, t, rows = chunk_span(i_c, packing, T, per_sequence, PACKED, BT)
+    at = TokenRows(b, t, rows, T)
     if PACKED:
         if i_n == N:
             if clear:
-                store_tokens(p_o, s_o, b, t, i_hv, 0, rows, tl.zeros((BT, BV), tl.float32), V, BT, BV)
+                store_tokens(tokens.o, tokens.s_o, at, i_hv, 0, tl.zeros((BT, BV), tl.float32), V)
             return
 
     o_r = tl.arange(0, BT)
-    b_beta = load_strength(p_beta, s_beta, b, t, i_hv, rows, beta_most, LOGIT, BT)
+    b_beta = load_strength(strength, at, i_hv, LOGIT, BT)
     # A 0 that the compiler cannot fold, for addresses in sub-chunks.
     opaque_zero = tl.minimum(T, 0)
     # Without a channel gate, the chunk's keys and gate stay in registers.
     b_keys, b_g = None, None
     if CHANNEL:
-        b_rq, b_rk, b_qk = _row_products(x_q, s_q, x_k, s_k, b, t, i_h, rows, K, BT, NORM)
+        b_rq, b_rk, b_qk = _row_products(x_q, tokens.s_q, x_k, tokens.s_k, at, i_h, K, BT, NORM)
         b_JT, b_PT = tl.zeros((BT // 16, BT, 16), tl.float32), tl.zeros((BT // 16, BT, 16), tl.float32)
         for column in tl.range(0, K, BK, num_stages=STAGES):
-            b_q = load_sub_chunks(x_q, s_q, b, t, i_h, column, rows, opaque_zero, K, BT, BK).to(tl.float32)
-            b_k = load_sub_chunks(x_k, s_k, b, t, i_h, column, rows, opaque_zero, K, BT, BK).to(tl.float32)
+            b_q = load_sub_chunks(x_q, tokens.s_q, at, i_h, column, opaque_zero, K, BT, BK).to(tl.float32)
+            b_k = load_sub_chunks(x_k, tokens.s_k, at, i_h, column, opaque_zero, K, BT, BK).to(tl.float32)
             if NORM:
                 b_q *= b_rq.reshape(BT // 16, 16, 1)
                 b_k *= b_rk.reshape(BT // 16, 16, 1)
             b_P, b_first, b_rest = sub_chunk_sums(
-                load_sub_chunk_gate(
-                    p_g, s_g, p_A_log, p_dt_bias, b, t, i_hv, column, rows, opaque_zero, lower_bound, clamp,
-                    ACTIVATION, K, BT, BK,
-                )
-            )  # fmt: skip
-            b_between = sums_between(b_first, b_rest, BT // 16)
-            b_JT, b_PT, b_qf, b_kf = add_channel_grams(
-                b_JT, b_PT, b_q, b_k, b_P, b_rest, b_between, BT // 16, BK, OP, PRECISION
+                load_sub_chunk_gate(gate, at, i_hv, column, opaque_zero, ACTIVATION, K, BT, BK)
             )
+            b_between = sums_between(b_first, b_rest, BT // 16)
+            b_JT, b_PT, b_qf, b_kf = add_channel_grams(b_JT, b_PT, b_q, b_k, b_P, b_rest, b_between, OP, PRECISION)
             i_i = tl.arange(0, BT // 16)[:, None, None]
             b_start = b_first + tl.sum(tl.where(i_i == 0, b_between, 0.0), axis=0)
             b_in = tl.exp2(b_start)[:, None]
-            store_sub_chunks(p_kd, i_tile, column, b_kf * b_in, opaque_zero, K, BT, BK)
-            store_sub_chunks(p_qd, i_tile, column, b_qf * b_in, opaque_zero, K, BT, BK)
+            store_sub_chunks(factors.k, i_tile, column, b_kf * b_in, opaque_zero, K, BT, BK)
+            store_sub_chunks(factors.q, i_tile, column, b_qf * b_in, opaque_zero, K, BT, BK)
             o_n, o_k = tl.arange(0, BT // 16)[:, None], column + tl.arange(0, BK)[None, :]
             last = (o_n == BT // 16 - 1) & (o_k < K)
-            tl.store(p_total + i_tile * K + (o_k + 0 * o_n), tl.exp2(b_start + b_rest), mask=last)
+            tl.store(factors.total + i_tile * K + (o_k + 0 * o_n), tl.exp2(b_start + b_rest), mask=last)
         b_JT, b_PT = b_JT.permute(1, 0, 2).reshape(BT, BT), b_PT.permute(1, 0, 2).reshape(BT, BT)
         before = o_r[:, None] < o_r[None, :]
         b_JT = tl.where(before, b_JT, 0.0)
@@ -304,60 +332,55 @@ def wyfold_prepare_triton(
         # Only substitution reads it, no tile product.
         b_J = tl.trans(b_JT)
     else:
-        b_q = load_token_block(x_q, s_q, b, t, i_h, 0, rows, T, K, BT, BK, USE_TMA, USE_TMA)
-        b_keys = load_token_block(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, USE_TMA, USE_TMA)
-        _, b_g = load_gate(
-            p_g, s_g, p_A_log, p_dt_bias, b, t, i_hv, 0, rows, lower_bound, clamp, GATE, ACTIVATION, K, BT, BK
-        )
+        b_q = load_token_block(x_q, tokens.s_q, at, i_h, 0, K, BT, BK, USE_TMA, USE_TMA)
+        b_keys = load_token_block(x_k, tokens.s_k, at, i_h, 0, K, BT, BK, USE_TMA, USE_TMA)
+        _, b_g = load_gate(gate, at, i_hv, 0, GATE, ACTIVATION, K, BT, BK)
         b_rq, b_rk = tl.full((BT,), 1.0, tl.float32), tl.full((BT,), 1.0, tl.float32)
         if NORM:
             b_rq, b_rk = reciprocal_norm(b_q), reciprocal_norm(b_keys)
         b_J, b_JT, b_PT = decayed_grams_transposed(b_q, b_keys, b_rq, b_rk, b_g, GATE, BT, OP, PRECISION)
 
     b_divisor = nonzero_beta(b_beta)
-    b_weight = b_divisor * erases
+    b_weight = b_divisor * strength.erases
     if WHOLE:
         b_AT = inverse_transposed_whole(b_J * b_weight[:, None], b_JT * b_weight[None, :], BT, EXACT, WARPS)
     else:
         b_AT = inverse_transposed(b_J * b_weight[:, None], b_JT * b_weight[None, :], BT, EXACT, WARPS)
     if with_w:
         b_W = b_AT * b_divisor[:, None] * (1.0 / b_divisor)[None, :]
-        store_upper(p_W, i_tile, b_W, BT)
+        store_upper(factors.W, i_tile, b_W, BT)
     b_FT = mm_exact(b_AT, b_PT, None, EXACT)
-    if p_F is not None:
-        store_upper(p_F, i_tile, b_FT, BT)
-    if p_FB is not None:
-        store_upper(p_FB, i_tile, b_FT * b_beta[:, None], BT)
+    if factors.F is not None:
+        store_upper(factors.F, i_tile, b_FT, BT)
+    if factors.FB is not None:
+        store_upper(factors.FB, i_tile, b_FT * b_beta[:, None], BT)
 
     if CHANNEL:
-        if p_E is not None:
+        if factors.E is not None:
             for column in tl.range(0, K, BE, num_stages=STAGES):
-                b_k = load_sub_chunks(x_k, s_k, b, t, i_h, column, rows, opaque_zero, K, BT, BE).to(tl.float32)
+                b_k = load_sub_chunks(x_k, tokens.s_k, at, i_h, column, opaque_zero, K, BT, BE).to(tl.float32)
                 if NORM:
                     b_k *= b_rk.reshape(BT // 16, 16, 1)
                 b_P, b_first, b_rest = sub_chunk_sums(
-                    load_sub_chunk_gate(
-                        p_g, s_g, p_A_log, p_dt_bias, b, t, i_hv, column, rows, opaque_zero, lower_bound, clamp,
-                        ACTIVATION, K, BT, BE,
-                    )
-                )  # fmt: skip
+                    load_sub_chunk_gate(gate, at, i_hv, column, opaque_zero, ACTIVATION, K, BT, BE)
+                )
                 b_end = b_rest + sums_after(b_first + b_rest, BT // 16)
                 b_kt = (b_k * tl.exp2(b_end[:, None] - b_P)).reshape(BT, BE)
-                store_tile(p_E, i_tile, 0, column, mm_exact(b_AT, b_kt, None, EXACT), BT, K, BT, BE)
+                store_tile(factors.E, i_tile, 0, column, mm_exact(b_AT, b_kt, None, EXACT), BT, K, BT, BE)
         b_in, b_out = tl.full((BT,), 1.0, tl.float32), tl.full((BT,), 1.0, tl.float32)
         b_rk, b_rq = b_in, b_in
     else:
         b_in, b_out, total = scalar_rows(running_sum(b_g, GATE), GATE, BT)
-        tl.store(p_total + i_tile, total)
-        if p_E is not None:
+        tl.store(factors.total + i_tile, total)
+        if factors.E is not None:
             b_E = mm_exact(b_AT * (b_out * b_rk)[None, :], tl.cast(b_keys, tl.float32), None, EXACT)
-            store_tile(p_E, i_tile, 0, 0, b_E, BT, K, BT, BK)
-    b_in_k, b_in_q, b_out = b_in * b_rk * erases, b_in * b_rq, b_out * b_rk
-    if p_back is not None:
-        _store_rows(p_back, i_tile, b_in_k, b_in_q, b_out, b_beta, BT)
-    if p_FB is not None:
+            store_tile(factors.E, i_tile, 0, 0, b_E, BT, K, BT, BK)
+    b_in_k, b_in_q, b_out = b_in * b_rk * strength.erases, b_in * b_rq, b_out * b_rk
+    if factors.rows_bwd is not None:
+        _store_rows(factors.rows_bwd, i_tile, b_in_k, b_in_q, b_out, b_beta, BT)
+    if factors.FB is not None:
         b_out = b_beta * b_out
-    _store_rows(p_rows, i_tile, b_in_k, b_in_q, b_out, b_beta, BT)
+    _store_rows(factors.rows, i_tile, b_in_k, b_in_q, b_out, b_beta, BT)
 
 
 @triton.jit
@@ -371,13 +394,13 @@ def _store_rows(p, i_tile, b_in_k, b_in_q, b_out, b_beta, BT: tl.constexpr):
 
 
 @triton.jit
-def _row_products(x_q, s_q, x_k, s_k, b, t, h, rows, K: tl.constexpr, BT: tl.constexpr, NORM: tl.constexpr):
+def _row_products(x_q, s_q, x_k, s_k, at, h, K: tl.constexpr, BT: tl.constexpr, NORM: tl.constexpr):
     """Reciprocal norms of the rows of q and k (ones without NORM), and the normalised <q, k> of each row.   3 x [BT]"""
     BW: tl.constexpr = 64
     b_qq, b_kk, b_qk = tl.zeros((BT,), tl.float32), tl.zeros((BT,), tl.float32), tl.zeros((BT,), tl.float32)
     for column in range(0, K, BW):
-        b_q = load_tokens(x_q, s_q, b, t, h, column, rows, K, BT, BW).to(tl.float32)
-        b_k = load_tokens(x_k, s_k, b, t, h, column, rows, K, BT, BW).to(tl.float32)
+        b_q = load_tokens(x_q, s_q, at, h, column, K, BT, BW).to(tl.float32)
+        b_k = load_tokens(x_k, s_k, at, h, column, K, BT, BW).to(tl.float32)
         b_qk += tl.sum(b_q * b_k, axis=1)
         if NORM:
             b_qq += tl.sum(b_q * b_q, axis=1)

@@ -8,7 +8,7 @@ are read there twice: for the sums over K, and for the store.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import NamedTuple, cast
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -17,13 +17,15 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from wyfold.kernels.records import Slots
 from wyfold.kernels.recurrent.triton import launch_key
+from wyfold.kernels.recurrent.triton.forward import Pool, States
+from wyfold.kernels.recurrent.triton.tokens import Inputs
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.triton import exp, sigmoid
-from wyfold.tile.decay.triton import FLOOR, activated, gate_flags, load_gate_parameters
-from wyfold.tile.index.triton import load_token_number, strides
+from wyfold.tile.decay.triton import FLOOR, Gate, activated, gate_flags, load_gate_parameters
+from wyfold.tile.index.triton import Strength, load_token_number, strides
 from wyfold.tile.norm.triton import normalised, vector_sum
 from wyfold.tile.state.gluon import column_layout, copy_state_async, key_sums, store_written
 
@@ -63,41 +65,29 @@ def recurrent(
     launch_kernel(
         wyfold_recurrent_gluon,
         grid.sequences * HV * (V // BV),
-        q,
-        q.stride(),
-        k,
-        k.stride(),
-        v,
-        v.stride(),
-        g,
-        strides(g),
-        beta,
-        strides(beta),
-        A_log,
-        dt_bias,
-        entering,
-        entering.stride()[:2],
-        leaving,
-        leaving.stride()[:2],
-        slots.source,
-        strides(slots.source),
-        slots.target,
-        strides(slots.target),
-        slots.given,
-        o,
-        o.stride(),
-        entering.shape[0],
-        leaving.shape[0],
-        slots.pad,
-        options.scale,
-        options.lower_bound,
-        options.clamp or FLOOR,
-        options.beta_most,
-        H=H,
-        HV=HV,
-        K=K,
-        V=V,
-        BV=BV,
+        inputs=Inputs(q=q, s_q=q.stride(), k=k, s_k=k.stride(), v=v, s_v=v.stride(), o=o, s_o=o.stride()),
+        gate=Gate(
+            g=g,
+            s_g=strides(g),
+            A_log=A_log,
+            dt_bias=dt_bias,
+            lower_bound=options.lower_bound,
+            clamp=options.clamp or FLOOR,
+        ),
+        strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most),
+        states=States(S0=entering, s_S0=entering.stride()[:2], ST=leaving, s_ST=leaving.stride()[:2]),
+        pool=Pool(
+            source=slots.source,
+            s_source=strides(slots.source),
+            target=slots.target,
+            s_target=strides(slots.target),
+            given=slots.given,
+        ),
+        slots=entering.shape[0],
+        slots_left=leaving.shape[0],
+        pad=slots.pad,
+        scale=options.scale,
+        SIZES=Sizes(H=H, HV=HV, K=K, V=V, BV=BV),
         ACTIVATION=options.activation,
         NORM=options.qk_l2norm,
         LOGIT=options.beta_logit,
@@ -109,43 +99,28 @@ def recurrent(
 NUMBERS = "slots slots_left pad scale lower_bound clamp beta_most".split()
 
 
-@gluon.jit(do_not_specialize=NUMBERS)
+class Sizes(NamedTuple):
+    """Constexprs: sizes of the call, and columns of a program."""
+
+    H: int
+    HV: int
+    K: int
+    V: int
+    BV: int
+
+
+@gluon.jit(do_not_specialize=["slots", "slots_left", "pad", "scale"])
 def wyfold_recurrent_gluon(
-    p_q,
-    s_q,
-    p_k,
-    s_k,
-    p_v,
-    s_v,
-    p_g,
-    s_g,
-    p_beta,
-    s_beta,
-    p_A_log,
-    p_dt_bias,
-    p_S0,
-    s_S0,
-    p_ST,
-    s_ST,
-    p_source,
-    s_source,
-    p_target,
-    s_target,
-    p_given,
-    p_o,
-    s_o,
+    inputs,
+    gate,
+    strength,
+    states,
+    pool,
     slots,
     slots_left,
     pad,
     scale,
-    lower_bound,
-    clamp,
-    beta_most,
-    H: gl.constexpr,
-    HV: gl.constexpr,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    BV: gl.constexpr,
+    SIZES: gl.constexpr,
     ACTIVATION: gl.constexpr,
     NORM: gl.constexpr,
     LOGIT: gl.constexpr,
@@ -154,50 +129,63 @@ def wyfold_recurrent_gluon(
     CHANNEL: gl.constexpr,
 ):
     """One program updates BV columns of a head's state."""
+    H: gl.constexpr = SIZES.H
+    HV: gl.constexpr = SIZES.HV
+    K: gl.constexpr = SIZES.K
+    V: gl.constexpr = SIZES.V
+    BV: gl.constexpr = SIZES.BV
     NV: gl.constexpr = V // BV
     pid = gl.program_id(0).to(gl.int64)
     i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, pid // (NV * HV)
     i_h = i_hv // (HV // H)
     slot = i_n
-    if p_source is not None:
-        slot = gl.load(p_source + i_n * s_source[0]).to(gl.int64)
+    if pool.source is not None:
+        slot = gl.load(pool.source + i_n * pool.s_source[0]).to(gl.int64)
     o_v = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, column_layout(BV, gl.num_warps())))
-    at_o = p_o + (i_n * s_o[0] + i_hv * s_o[2]) + o_v * s_o[3]
+    at_o = inputs.o + (i_n * inputs.s_o[0] + i_hv * inputs.s_o[2]) + o_v * inputs.s_o[3]
     if (slot <= pad) | (slot >= slots):
-        gl.store(at_o, (o_v * 0).to(p_o.dtype.element_ty))
+        gl.store(at_o, (o_v * 0).to(inputs.o.dtype.element_ty))
         return
 
     has_state = slot > pad
-    if p_given is not None:
-        has_state = gl.load(p_given + i_n) != 0
-    state_tile = copy_state_async(p_S0 + (slot * s_S0[0] + i_hv * s_S0[1] + i_v * BV), has_state, K, V, BV)
+    if pool.given is not None:
+        has_state = gl.load(pool.given + i_n) != 0
+    state_tile = copy_state_async(
+        states.S0 + (slot * states.s_S0[0] + i_hv * states.s_S0[1] + i_v * BV), has_state, K, V, BV
+    )
 
     # Every warp holds all of q, k and the gate, so their sums need no exchange between warps.
     LINE: gl.constexpr = gl.BlockedLayout([K // 32], [32], [gl.num_warps()], [0])
     o_k = gl.arange(0, K, layout=LINE)
-    b_k = gl.load(p_k + (i_n * s_k[0] + i_h * s_k[2]) + o_k.to(gl.int64) * s_k[3]).to(gl.float32)
-    b_q = gl.load(p_q + (i_n * s_q[0] + i_h * s_q[2]) + o_k.to(gl.int64) * s_q[3]).to(gl.float32)
-    b_v = gl.load(p_v + (i_n * s_v[0] + i_hv * s_v[2]) + o_v * s_v[3]).to(gl.float32)
+    b_k = gl.load(inputs.k + (i_n * inputs.s_k[0] + i_h * inputs.s_k[2]) + o_k.to(gl.int64) * inputs.s_k[3]).to(
+        gl.float32
+    )
+    b_q = gl.load(inputs.q + (i_n * inputs.s_q[0] + i_h * inputs.s_q[2]) + o_k.to(gl.int64) * inputs.s_q[3]).to(
+        gl.float32
+    )
+    b_v = gl.load(inputs.v + (i_n * inputs.s_v[0] + i_hv * inputs.s_v[2]) + o_v * inputs.s_v[3]).to(gl.float32)
     decay, beta = 1.0, 1.0
-    if p_beta is not None:
-        beta = load_token_number(p_beta, s_beta, i_n, 0, i_hv, True)
-    if p_g is not None:
+    if strength.beta is not None:
+        beta = load_token_number(strength.beta, strength.s_beta, i_n, 0, i_hv, True)
+    if gate.g is not None:
         rate, bias = 1.0, 0.0
         if CHANNEL:
-            x = gl.load(p_g + (i_n * s_g[0] + i_hv * s_g[2]) + o_k.to(gl.int64) * s_g[3]).to(gl.float32)
+            x = gl.load(gate.g + (i_n * gate.s_g[0] + i_hv * gate.s_g[2]) + o_k.to(gl.int64) * gate.s_g[3]).to(
+                gl.float32
+            )
             if ACTIVATION != "given":
-                rate, _ = load_gate_parameters(p_A_log, None, i_hv, 0, GATE, K, K)
-                if p_dt_bias is not None:
-                    bias = gl.load(p_dt_bias + i_hv * K + o_k).to(gl.float32)
+                rate, _ = load_gate_parameters(gate.A_log, None, i_hv, 0, GATE, K, K)
+                if gate.dt_bias is not None:
+                    bias = gl.load(gate.dt_bias + i_hv * K + o_k).to(gl.float32)
         else:
-            x = load_token_number(p_g, s_g, i_n, 0, i_hv, True)
+            x = load_token_number(gate.g, gate.s_g, i_n, 0, i_hv, True)
             if ACTIVATION != "given":
-                rate, bias = load_gate_parameters(p_A_log, p_dt_bias, i_hv, 0, GATE, K, K)
-        decay = exp(activated(x, rate, bias, lower_bound, clamp, ACTIVATION))
+                rate, bias = load_gate_parameters(gate.A_log, gate.dt_bias, i_hv, 0, GATE, K, K)
+        decay = exp(activated(x, rate, bias, gate.lower_bound, gate.clamp, ACTIVATION))
     if NORM:
         b_k, b_q = normalised(b_k), normalised(b_q)
     if LOGIT:
-        beta = sigmoid(beta) * beta_most
+        beta = sigmoid(beta) * strength.most
     qk = vector_sum(b_q * b_k)
     q, k = _to_shared_memory(b_q), _to_shared_memory(b_k)
     if CHANNEL:
@@ -206,12 +194,21 @@ def wyfold_recurrent_gluon(
 
     b_Sq, b_Sk = key_sums(state_tile, q, k, decay, CHANNEL)
     b_y = (b_v - b_Sk) * beta
-    gl.store(at_o, (gl.fma(b_y, qk, b_Sq) * scale).to(p_o.dtype.element_ty))
+    gl.store(at_o, (gl.fma(b_y, qk, b_Sq) * scale).to(inputs.o.dtype.element_ty))
     to = slot
-    if p_target is not None:
-        to = gl.load(p_target + i_n * s_target[0]).to(gl.int64)
+    if pool.target is not None:
+        to = gl.load(pool.target + i_n * pool.s_target[0]).to(gl.int64)
     is_live = (to > pad) & (to < slots_left)
-    store_written(p_ST + (to * s_ST[0] + i_hv * s_ST[1] + i_v * BV), state_tile, k, b_y, decay, is_live, CHANNEL, V)
+    store_written(
+        states.ST + (to * states.s_ST[0] + i_hv * states.s_ST[1] + i_v * BV),
+        state_tile,
+        k,
+        b_y,
+        decay,
+        is_live,
+        CHANNEL,
+        V,
+    )
 
 
 @gluon.jit

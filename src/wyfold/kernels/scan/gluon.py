@@ -42,7 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from wyfold.kernels.records import Prepared, Slots
-from wyfold.kernels.scan.triton import SLOT_NUMBERS, scan_key, sequences_to_run, slot_arguments
+from wyfold.kernels.scan.triton import SegmentTables, scan_key, sequences_to_run, slot_arguments
 from wyfold.runtime.chunk_layout import ChunkGrid, Segments
 from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
@@ -60,6 +60,8 @@ from wyfold.tile.index.gluon import (
     tma_store,
 )
 from wyfold.tile.index.triton import (
+    Packing,
+    TokenRows,
     all_or_none,
     require_descriptors,
     segment_coords,
@@ -124,45 +126,50 @@ def scan(
     if prepared.q is None:
         q, k = tma_readable(q, C, K), tma_readable(k, C, K)
     v, out_rows = tma_readable(v, C, BV // parts), tma_readable(o, C, BV // parts)
-    descriptors = require_descriptors("scan", _descriptors(q, k, v, prepared, out_rows, C, BV // parts))
+    x_q, x_k, x_v, x_rows, x_total, x_write, x_F, x_o = require_descriptors(
+        "scan", _descriptors(q, k, v, prepared, out_rows, C, BV // parts)
+    )
     launch_kernel(
         wyfold_scan_gluon,
         count * HV * (V // BV),
-        *descriptors,
-        v.stride(2),
-        q.stride(2),
-        k.stride(2),
-        initial_state,
-        strides(initial_state),
-        out_rows,
-        out_rows.stride(),
-        final_state,
-        strides(final_state),
-        borders,
-        strides(borders),
-        None if segments is None else segments.sequence,
-        None if segments is None else segments.first,
-        0 if segments is None else segments.sequences,
-        selected,
-        shift,
-        *slot_arguments(initial_state, slots),
-        grid.cu,
-        grid.first,
-        grid.tokens,
-        grid.per_sequence,
-        options.scale,
-        H=H,
-        HV=HV,
-        K=K,
-        V=V,
-        BT=C,
-        BV=BV,
-        PARTS=parts,
-        OUT=out,
-        PACKED=grid.cu is not None,
-        CHANNEL=prepared.q is not None,
-        FOLDED=prepared.E is not None,
-        STAGES=config.stages,
+        x_q=x_q,
+        x_k=x_k,
+        x_v=x_v,
+        x_rows=x_rows,
+        x_total=x_total,
+        x_write=x_write,
+        x_F=x_F,
+        x_o=x_o,
+        tokens=Tokens(h_q=q.stride(2), h_k=k.stride(2), h_v=v.stride(2), o=out_rows, s_o=out_rows.stride()),
+        states=States(S0=initial_state, s_S0=strides(initial_state), ST=final_state, s_ST=strides(final_state)),
+        segments=SegmentTables(
+            borders=borders,
+            s_borders=strides(borders),
+            sequence=None if segments is None else segments.sequence,
+            first=None if segments is None else segments.first,
+            selected=selected,
+        ),
+        packing=Packing(cu=grid.cu, first=grid.first),
+        N=0 if segments is None else segments.sequences,
+        shift=shift,
+        T=grid.tokens,
+        per_sequence=grid.per_sequence,
+        scale=options.scale,
+        SIZES=Sizes(
+            H=H,
+            HV=HV,
+            K=K,
+            V=V,
+            BT=C,
+            BV=BV,
+            PARTS=parts,
+            OUT=out,
+            STAGES=config.stages,
+            PACKED=grid.cu is not None,
+            CHANNEL=prepared.q is not None,
+            FOLDED=prepared.E is not None,
+        ),
+        **slot_arguments(initial_state, slots),
         **config.options(),
     )
     if out_rows is not o:
@@ -187,6 +194,62 @@ def _descriptors(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, o: Tensor,
     )
     descriptors = all_or_none(given, found)
     return None if descriptors is None else gluon_descriptors(descriptors)
+
+
+class Tokens(NamedTuple):
+    """Kernel argument: how the tokens lie in memory.
+
+    Attributes:
+        h_q, h_k, h_v: Distances between heads.
+        o, s_o: Output, and its strides, for the partial chunk.
+    """
+
+    h_q: Any
+    h_k: Any
+    h_v: Any
+    o: Any
+    s_o: Any
+    end: None = None
+
+
+class States(NamedTuple):
+    """Kernel argument: states [N, HV, K, V], each with its strides; None where the call has none.
+
+    Attributes:
+        S0, s_S0: Initial states.
+        ST, s_ST: Final states, written.
+    """
+
+    S0: Any
+    s_S0: Any
+    ST: Any
+    s_ST: Any
+    end: None = None
+
+
+class Sizes(NamedTuple):
+    """Constexprs.
+
+    Attributes:
+        H, HV, K, V, BT: Sizes of the call and of a chunk.
+        BV: Value rows of a program, which PARTS share.
+        OUT: Buffers per part for the output, or 0 (see above).
+        STAGES: Chunks in flight.
+        PACKED, CHANNEL, FOLDED: Whether the batch is packed, the gate is per channel, and E is read instead of W.
+    """
+
+    H: int
+    HV: int
+    K: int
+    V: int
+    BT: int
+    BV: int
+    PARTS: int
+    OUT: int
+    STAGES: int
+    PACKED: bool
+    CHANNEL: bool
+    FOLDED: bool
 
 
 class Smem(NamedTuple):
@@ -302,7 +365,7 @@ class Coords(NamedTuple):
     tail_rows: Any
 
 
-@gluon.jit(do_not_specialize=[*SLOT_NUMBERS, "N", "shift", "T", "per_sequence", "scale"])
+@gluon.jit(do_not_specialize=["N", "shift", "s_source", "s_target", "slots", "pad", "T", "per_sequence", "scale"])
 def wyfold_scan_gluon(
     x_q,
     x_k,
@@ -312,75 +375,62 @@ def wyfold_scan_gluon(
     x_write,
     x_F,
     x_o,
-    h_v,
-    h_q,
-    h_k,
-    p_S0,
-    s_S0,
-    p_o,
-    s_o,
-    p_ST,
-    s_ST,
-    p_borders,
-    s_borders,
-    p_sequence,
-    p_first_segment,
+    tokens,
+    states,
+    segments,
+    pool,
+    packing,
     N,
-    p_selected,
     shift,
-    p_source,
     s_source,
-    p_target,
     s_target,
-    p_given,
     slots,
     pad,
-    p_cu,
-    p_first,
     T,
     per_sequence,
     scale,
-    H: gl.constexpr,
-    HV: gl.constexpr,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    BT: gl.constexpr,
-    BV: gl.constexpr,
-    PARTS: gl.constexpr,
-    OUT: gl.constexpr,
-    PACKED: gl.constexpr,
-    CHANNEL: gl.constexpr,
-    FOLDED: gl.constexpr,
-    STAGES: gl.constexpr,
+    SIZES: gl.constexpr,
 ):
     """One program owns BV value rows of one state; the tiles of a head are neighbours, so that they share k and q in
     L2.
 
-    i_n is the program's sequence of the chunk grid: its number n, or with p_selected, p_selected[n] + shift. With
-    p_sequence, the grid's sequences are segments, and p_sequence[i_n] is the sequence that segment i_n belongs to.
-    States are indexed by sequence, or with slots by the sequence's slots.
+    i_n is the program's sequence of the chunk grid: its number n, or selected[n] + shift. With segments, the grid's
+    sequences are segments, and segments.sequence[i_n] is the sequence that segment i_n belongs to. States are indexed
+    by sequence, or with slots by the sequence's slots.
     """
+    H: gl.constexpr = SIZES.H
+    HV: gl.constexpr = SIZES.HV
+    K: gl.constexpr = SIZES.K
+    V: gl.constexpr = SIZES.V
+    BT: gl.constexpr = SIZES.BT
+    BV: gl.constexpr = SIZES.BV
+    PARTS: gl.constexpr = SIZES.PARTS
+    OUT: gl.constexpr = SIZES.OUT
+    STAGES: gl.constexpr = SIZES.STAGES
+    PACKED: gl.constexpr = SIZES.PACKED
+    CHANNEL: gl.constexpr = SIZES.CHANNEL
+    FOLDED: gl.constexpr = SIZES.FOLDED
     NV: gl.constexpr = V // BV
     BW: gl.constexpr = BV // PARTS
     pid = gl.program_id(0).to(gl.int64)
     i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, pid // (NV * HV)
-    if p_selected is not None:
-        i_n = gl.load(p_selected + i_n) + shift
+    if segments.selected is not None:
+        i_n = gl.load(segments.selected + i_n) + shift
     i_h = i_hv // (HV // H)
-    i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
+    i_c, b, t, length = sequence_span(i_n, packing, T, per_sequence, PACKED)
     i_tile = i_c * HV + i_hv
     begins, ends, i_border, i_to = True, True, i_n, None
-    if p_sequence is not None:
-        i_n, i_border, begins, ends = segment_coords(i_n, p_sequence, p_first_segment, N)
+    if segments.sequence is not None:
+        i_n, i_border, begins, ends = segment_coords(i_n, segments.sequence, segments.first, N)
     if slots is not None:
         i_n, begins, i_to, ends, live = slot_coords(
-            i_n, p_source, s_source, p_target, s_target, p_given, slots, pad
+            i_n, pool.source, s_source, pool.target, s_target, pool.given, slots, pad
         )  # fmt: skip
         if not live:
             # The program of the first tile zeroes the output; the code below then sees no token.
             if i_v == 0:
                 for row in range(0, length, BT):
-                    clear_tokens(p_o, s_o, b, t + row, i_hv, length - row, V, BT, V)
+                    clear_tokens(tokens.o, tokens.s_o, TokenRows(b, t + row, length - row), i_hv, V, BT, V)
             length = length * 0
     column = (i_v * BV).to(gl.int32)
     token = (b * T + t).to(gl.int32)
@@ -416,7 +466,18 @@ def wyfold_scan_gluon(
     barrier()
 
     smem = Smem(q, k, v, rows, total, write, F, out, full, free, out_free)
-    gmem = Globals(x_total, x_o, p_S0, s_S0, p_borders, s_borders, p_o, s_o, p_ST, s_ST)
+    gmem = Globals(
+        x_total,
+        x_o,
+        states.S0,
+        states.s_S0,
+        segments.borders,
+        segments.s_borders,
+        tokens.o,
+        tokens.s_o,
+        states.ST,
+        states.s_ST,
+    )
     inputs = TmaInputs(
         x_q,
         x_k,
@@ -427,9 +488,9 @@ def wyfold_scan_gluon(
         x_F,
         i_tile.to(gl.int32),
         token,
-        (i_h * h_q).to(gl.int32),
-        (i_h * h_k).to(gl.int32),
-        (i_hv * h_v).to(gl.int32) + column,
+        (i_h * tokens.h_q).to(gl.int32),
+        (i_h * tokens.h_k).to(gl.int32),
+        (i_hv * tokens.h_v).to(gl.int32) + column,
     )
     count = steps + (tail_rows > 0).to(gl.int32)
     # i_border is the border at the segment's end; the state enters at the border before it.
@@ -437,8 +498,8 @@ def wyfold_scan_gluon(
     if PARTS == 1:
         gl.warp_specialize(
             [
-                (_consumer, (gmem, smem, coords, scale, 0, HV, K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
-                (_producer, (inputs, smem, count, HV, K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
+                (_consumer, (gmem, smem, coords, scale, 0, SIZES)),
+                (_producer, (inputs, smem, count, SIZES)),
             ],
             [1],
             [24],
@@ -446,9 +507,9 @@ def wyfold_scan_gluon(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (gmem, smem, coords, scale, 0, HV, K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
-                (_consumer, (gmem, smem, coords, scale, 1, HV, K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
-                (_producer, (inputs, smem, count, HV, K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)),
+                (_consumer, (gmem, smem, coords, scale, 0, SIZES)),
+                (_consumer, (gmem, smem, coords, scale, 1, SIZES)),
+                (_producer, (inputs, smem, count, SIZES)),
             ],
             [4, 1],
             [240, 24],
@@ -460,17 +521,18 @@ def _producer(
     inputs,
     smem,
     count,
-    HV: gl.constexpr,
-    K: gl.constexpr,
-    BT: gl.constexpr,
-    BW: gl.constexpr,
-    PARTS: gl.constexpr,
-    OUT: gl.constexpr,
-    CHANNEL: gl.constexpr,
-    FOLDED: gl.constexpr,
-    STAGES: gl.constexpr,
+    SIZES: gl.constexpr,
 ):
     """Producer: load the tiles of every chunk, including a partial one, as soon as a stage is free."""
+    HV: gl.constexpr = SIZES.HV
+    K: gl.constexpr = SIZES.K
+    BT: gl.constexpr = SIZES.BT
+    PARTS: gl.constexpr = SIZES.PARTS
+    OUT: gl.constexpr = SIZES.OUT
+    STAGES: gl.constexpr = SIZES.STAGES
+    CHANNEL: gl.constexpr = SIZES.CHANNEL
+    FOLDED: gl.constexpr = SIZES.FOLDED
+    BW: gl.constexpr = SIZES.BV // SIZES.PARTS
     BYTES: gl.constexpr = (
         inputs.q.block_type.nbytes
         + inputs.k.block_type.nbytes
@@ -519,17 +581,17 @@ def _consumer(
     coords,
     scale,
     part,
-    HV: gl.constexpr,
-    K: gl.constexpr,
-    BT: gl.constexpr,
-    BW: gl.constexpr,
-    PARTS: gl.constexpr,
-    OUT: gl.constexpr,
-    CHANNEL: gl.constexpr,
-    FOLDED: gl.constexpr,
-    STAGES: gl.constexpr,
+    SIZES: gl.constexpr,
 ):
     """Consumer: run BW value rows through all chunks."""
+    HV: gl.constexpr = SIZES.HV
+    K: gl.constexpr = SIZES.K
+    BT: gl.constexpr = SIZES.BT
+    PARTS: gl.constexpr = SIZES.PARTS
+    OUT: gl.constexpr = SIZES.OUT
+    STAGES: gl.constexpr = SIZES.STAGES
+    CHANNEL: gl.constexpr = SIZES.CHANNEL
+    BW: gl.constexpr = SIZES.BV // SIZES.PARTS
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
     first_row = coords.column + part * BW
     o_v = first_row + gl.arange(0, BW, layout=gl.SliceLayout(1, LS))
@@ -560,7 +622,7 @@ def _consumer(
         mbarrier.wait(smem.full.index(stage), phase)
         S = _step(
             S, total, gmem, smem, coords, scale, part, stage, i,
-            K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES, True,
+            SIZES, True,
         )  # fmt: skip
         total = next_total
         stage += 1
@@ -571,7 +633,7 @@ def _consumer(
         mbarrier.wait(smem.full.index(stage), phase)
         S = _step(
             S, total, gmem, smem, coords, scale, part, stage, coords.steps,
-            K, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES, False,
+            SIZES, False,
         )  # fmt: skip
     elif coords.steps > 0:
         before = gl.where(stage == 0, STAGES, stage) - 1
@@ -605,14 +667,7 @@ def _step(
     part,
     stage,
     i,
-    K: gl.constexpr,
-    BT: gl.constexpr,
-    BW: gl.constexpr,
-    PARTS: gl.constexpr,
-    OUT: gl.constexpr,
-    CHANNEL: gl.constexpr,
-    FOLDED: gl.constexpr,
-    STAGES: gl.constexpr,
+    SIZES: gl.constexpr,
     FULL: gl.constexpr,
 ):
     """Write a chunk's output; return the state leaving it.
@@ -622,6 +677,14 @@ def _step(
     Args:
         FULL: Whether all rows of the chunk are tokens.
     """
+    K: gl.constexpr = SIZES.K
+    BT: gl.constexpr = SIZES.BT
+    PARTS: gl.constexpr = SIZES.PARTS
+    OUT: gl.constexpr = SIZES.OUT
+    STAGES: gl.constexpr = SIZES.STAGES
+    CHANNEL: gl.constexpr = SIZES.CHANNEL
+    FOLDED: gl.constexpr = SIZES.FOLDED
+    BW: gl.constexpr = SIZES.BV // SIZES.PARTS
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
     LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BT, 16])
     AS: gl.constexpr = gl.DotOperandLayout(0, LS, 2)

@@ -33,6 +33,8 @@ from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.dot.triton import contracts, mm, operand, precision
 from wyfold.tile.index.triton import (
+    Packing,
+    TokenRows,
     all_or_none,
     has_tma,
     load_row_factors,
@@ -49,10 +51,7 @@ from wyfold.tile.index.triton import (
     token_descriptor,
     vector_descriptor,
 )
-from wyfold.tile.state.triton import advance, load_end, read, residual, store_state
-
-SLOT_NUMBERS = ["s_source", "s_target", "slots", "pad"]
-"""Kernel arguments whose values the compiler must not specialise on."""
+from wyfold.tile.state.triton import StateAt, advance, load_end, read, residual, store_state
 
 
 def scan(
@@ -109,55 +108,55 @@ def scan(
     launch_kernel(
         wyfold_scan_triton,
         count * HV * -(-V // BV),
-        x_q,
-        None if channel else q.stride(),
-        x_k,
-        None if channel else k.stride(),
-        x_v,
-        v.stride(),
-        x_rows,
-        x_total,
-        x_E,
-        p_W,
-        p_F,
-        initial_state,
-        strides(initial_state),
-        x_o,
-        o,
-        o.stride(),
-        final_state,
-        strides(final_state),
-        states,
-        strides(states),
-        first_state,
-        borders,
-        strides(borders),
-        None if segments is None else segments.sequence,
-        None if segments is None else segments.first,
-        0 if segments is None else segments.sequences,
-        selected,
-        shift,
-        *slot_arguments(initial_state, slots),
-        grid.cu,
-        grid.first,
-        grid.tokens,
-        grid.per_sequence,
-        options.scale,
-        max(1, options.checkpoint_every // C),
-        H=H,
-        HV=HV,
-        K=K,
-        V=V,
-        BT=C,
-        BK=BK,
-        BV=BV,
-        PACKED=grid.cu is not None,
-        CHANNEL=channel,
-        FOLDED=folded,
-        USE_TMA=descriptors is not None,
-        OP=operand(q.dtype),
-        PRECISION=precision(q.dtype),
-        STAGES=config.stages,
+        x_q=x_q,
+        x_k=x_k,
+        x_v=x_v,
+        x_rows=x_rows,
+        x_total=x_total,
+        x_E=x_E,
+        x_o=x_o,
+        tokens=Tokens(
+            s_q=None if channel else q.stride(),
+            s_k=None if channel else k.stride(),
+            s_v=v.stride(),
+            W=p_W,
+            F=p_F,
+            o=o,
+            s_o=o.stride(),
+        ),
+        states=States(
+            S0=initial_state,
+            s_S0=strides(initial_state),
+            ST=final_state,
+            s_ST=strides(final_state),
+            kept=states,
+            s_kept=strides(states),
+            first_kept=first_state,
+        ),
+        segments=SegmentTables(
+            borders=borders,
+            s_borders=strides(borders),
+            sequence=None if segments is None else segments.sequence,
+            first=None if segments is None else segments.first,
+            selected=selected,
+        ),
+        packing=Packing(cu=grid.cu, first=grid.first),
+        N=0 if segments is None else segments.sequences,
+        shift=shift,
+        T=grid.tokens,
+        per_sequence=grid.per_sequence,
+        scale=options.scale,
+        every=max(1, options.checkpoint_every // C),
+        SIZES=Sizes(H=H, HV=HV, K=K, V=V, BT=C, BK=BK, BV=BV, STAGES=config.stages),
+        FLAGS=Flags(
+            PACKED=grid.cu is not None,
+            CHANNEL=channel,
+            FOLDED=folded,
+            USE_TMA=descriptors is not None,
+            OP=operand(q.dtype),
+            PRECISION=precision(q.dtype),
+        ),
+        **slot_arguments(initial_state, slots),
         **config.options(contract=contracts(q.dtype)),
     )
 
@@ -181,35 +180,124 @@ def _descriptors(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[A
     return all_or_none(given, found)
 
 
-class SlotArguments(NamedTuple):
-    """Kernel arguments that describe the slots of a pool, in the kernels' order; all None without slots.
+class Tokens(NamedTuple):
+    """Kernel argument: how the tokens lie in memory, and what is accessed through pointers alone.
+
+    Attributes:
+        s_q, s_k: Strides of q and k; None with a channel gate, whose rows are tiles.
+        s_v: Strides of v.
+        W, F: Triangular tiles, stored in quarters; W is None if folded.
+        o, s_o: Output, and its strides.
+    """
+
+    s_q: Any
+    s_k: Any
+    s_v: Any
+    W: Any
+    F: Any
+    o: Any
+    s_o: Any
+    end: None = None
+
+
+class States(NamedTuple):
+    """Kernel argument: states [.., HV, K, V], each with its strides; None where the call has none.
+
+    Attributes:
+        S0, s_S0: Initial states.
+        ST, s_ST: Final states, written.
+        kept, s_kept: States after every `every` chunks, written.
+        first_kept: [N] first row in `kept` of each sequence.
+    """
+
+    S0: Any
+    s_S0: Any
+    ST: Any
+    s_ST: Any
+    kept: Any
+    s_kept: Any
+    first_kept: Any
+    end: None = None
+
+
+class SegmentTables(NamedTuple):
+    """Kernel argument: segments of cut sequences; all None if no sequence is cut.
+
+    Attributes:
+        borders, s_borders: States at the borders of segments, and their strides.
+        sequence: Sequence of each segment.
+        first: First segment of each sequence.
+        selected: Segments that the launch runs; None for all.
+    """
+
+    borders: Any
+    s_borders: Any
+    sequence: Any
+    first: Any
+    selected: Any = None
+    end: None = None
+
+
+class Pool(NamedTuple):
+    """Kernel argument: tables of a pool's slots, each None without slots.
 
     Attributes:
         source: [N, columns] slot of each entering state, or None.
-        source_step: Stride of `source`.
         target: [N] slot of each leaving state, or None.
-        target_step: Stride of `target`.
         given: [N] False for a sequence that starts from zeros, or None.
-        slots: Number of slots.
-        pad: Live slots are greater than this.
     """
 
-    source: Tensor | None = None
-    source_step: int | None = None
-    target: Tensor | None = None
-    target_step: int | None = None
-    given: Tensor | None = None
-    slots: int | None = None
-    pad: int | None = None
+    source: Any = None
+    target: Any = None
+    given: Any = None
 
 
-def slot_arguments(pool: Tensor | None, slots: Slots | None) -> SlotArguments:
-    """Slot arguments of a call whose states enter from `pool`; `slots` selects them."""
+class Sizes(NamedTuple):
+    """Constexprs: sizes of the call and of tiles, and tiles in flight."""
+
+    H: int
+    HV: int
+    K: int
+    V: int
+    BT: int
+    BK: int
+    BV: int
+    STAGES: int
+
+
+class Flags(NamedTuple):
+    """Constexprs: variant of the kernel.
+
+    Attributes:
+        PACKED: Whether the batch is packed.
+        CHANNEL: Whether the gate is per channel.
+        FOLDED: Whether E is read instead of W.
+        USE_TMA: Whether the arguments x_ are descriptors.
+        OP, PRECISION: Dtype and precision of products.
+    """
+
+    PACKED: bool
+    CHANNEL: bool
+    FOLDED: bool
+    USE_TMA: bool
+    OP: Any
+    PRECISION: str | None
+
+
+def slot_arguments(pool: Tensor | None, slots: Slots | None) -> dict[str, Any]:
+    """Kernel arguments of a call whose states enter from `pool`, by name; `slots` selects them.
+
+    Strides and numbers are separate parameters: the compiler must not specialise on their values.
+    """
     if slots is None or pool is None:
-        return SlotArguments()
-    source, target = slots.source, slots.target
-    steps = (None if x is None else x.stride(0) for x in (source, target))
-    return SlotArguments(source, next(steps), target, next(steps), slots.given, pool.shape[0], slots.pad)
+        return {"pool": Pool(), **dict.fromkeys(("s_source", "s_target", "slots", "pad"))}
+    return {
+        "pool": Pool(slots.source, slots.target, slots.given),
+        "s_source": None if slots.source is None else slots.source.stride(0),
+        "s_target": None if slots.target is None else slots.target.stride(0),
+        "slots": pool.shape[0],
+        "pad": slots.pad,
+    }
 
 
 def sequences_to_run(
@@ -234,100 +322,87 @@ def scan_key(key: LaunchKey, sequences: int, v: Tensor, *, kept: bool) -> Launch
     return with_occupancy_hint(key._replace(kept=kept), sequences * HV * -(-V // 128), v.device)
 
 
-@triton.jit(do_not_specialize=[*SLOT_NUMBERS, "N", "shift", "T", "per_sequence", "scale", "every"])
+@triton.jit(
+    do_not_specialize=["N", "shift", "s_source", "s_target", "slots", "pad", "T", "per_sequence", "scale", "every"]
+)
 def wyfold_scan_triton(
     x_q,
-    s_q,
     x_k,
-    s_k,
     x_v,
-    s_v,
     x_rows,
     x_total,
     x_E,
-    p_W,
-    p_F,
-    p_S0,
-    s_S0,
     x_o,
-    p_o,
-    s_o,
-    p_ST,
-    s_ST,
-    p_states,
-    s_states,
-    p_first_state,
-    p_borders,
-    s_borders,
-    p_sequence,
-    p_first_segment,
+    tokens,
+    states,
+    segments,
+    pool,
+    packing,
     N,
-    p_selected,
     shift,
-    p_source,
     s_source,
-    p_target,
     s_target,
-    p_given,
     slots,
     pad,
-    p_cu,
-    p_first,
     T,
     per_sequence,
     scale,
     every,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    PACKED: tl.constexpr,
-    CHANNEL: tl.constexpr,
-    FOLDED: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    OP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    SIZES: tl.constexpr,
+    FLAGS: tl.constexpr,
 ):
     """One program owns BV value rows of one state; the tiles of a head are neighbours, so that they share k and q in
     L2.
 
-    i_n is the program's sequence of the chunk grid: its number n, or with p_selected, p_selected[n] + shift. With
-    p_sequence, the grid's sequences are segments, and p_sequence[i_n] is the sequence that segment i_n belongs to.
-    States are indexed by sequence, or with slots by the sequence's slots.
+    i_n is the program's sequence of the chunk grid: its number n, or selected[n] + shift. With segments, the grid's
+    sequences are segments, and segments.sequence[i_n] is the sequence that segment i_n belongs to. States are indexed
+    by sequence, or with slots by the sequence's slots.
     """
+    H: tl.constexpr = SIZES.H
+    HV: tl.constexpr = SIZES.HV
+    K: tl.constexpr = SIZES.K
+    V: tl.constexpr = SIZES.V
+    BT: tl.constexpr = SIZES.BT
+    BK: tl.constexpr = SIZES.BK
+    BV: tl.constexpr = SIZES.BV
+    STAGES: tl.constexpr = SIZES.STAGES
+    PACKED: tl.constexpr = FLAGS.PACKED
+    CHANNEL: tl.constexpr = FLAGS.CHANNEL
+    USE_TMA: tl.constexpr = FLAGS.USE_TMA
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
     i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, pid // (NV * HV)
-    if p_selected is not None:
-        i_n = tl.load(p_selected + i_n) + shift
+    if segments.selected is not None:
+        i_n = tl.load(segments.selected + i_n) + shift
     i_h = i_hv // (HV // H)
     column = (i_v * BV).to(tl.int32)
-    i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
+    i_c, b, t, length = sequence_span(i_n, packing, T, per_sequence, PACKED)
     i_tile = i_c * HV + i_hv
     begins, ends, i_border, i_from, i_to = True, True, i_n, i_n, i_n
     if slots is not None:
         i_from, begins, i_to, ends, live = slot_coords(
-            i_n, p_source, s_source, p_target, s_target, p_given, slots, pad
+            i_n, pool.source, s_source, pool.target, s_target, pool.given, slots, pad
         )  # fmt: skip
         if not live:
             # Zero the output here; the code below then sees no token.
             for row in range(0, length, BT):
                 rows = tl.minimum(length - row, BT).to(tl.int32)
-                store_tokens(p_o, s_o, b, t + row, i_hv, column, rows, tl.zeros((BT, BV), tl.float32), V, BT, BV)
+                store_tokens(
+                    tokens.o, tokens.s_o, TokenRows(b, t + row, rows), i_hv, column, tl.zeros((BT, BV), tl.float32), V
+                )
             length = length * 0
     steps = (length // BT).to(tl.int32)
     if not USE_TMA:
         steps = tl.cdiv(length, BT).to(tl.int32)
 
-    if p_sequence is not None:
-        i_n, i_border, begins, ends = segment_coords(i_n, p_sequence, p_first_segment, N)
+    if segments.sequence is not None:
+        i_n, i_border, begins, ends = segment_coords(i_n, segments.sequence, segments.first, N)
         i_from, i_to = i_n, i_n
+    inputs = Inputs(x_q, x_k, x_v, x_rows, x_total, x_E)
     b_S = load_end(
-        p_S0, s_S0, i_from, begins, p_borders, s_borders, i_border - 1, i_n < N, i_hv, column, K, V, BK, BV
+        StateAt(states.S0, states.s_S0, i_from, begins),
+        StateAt(segments.borders, segments.s_borders, i_border - 1, i_n < N),
+        i_hv, column, K, V, BK, BV,
     )  # fmt: skip
     total = 0.0
     if not CHANNEL:
@@ -337,93 +412,93 @@ def wyfold_scan_triton(
         if not CHANNEL:
             next_total = tl.load(x_total + i_tile + (i + 1) * HV, mask=length > (i + 1) * BT, other=0.0)
         b_S = _step(
-            b_S, total, x_q, s_q, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, p_W, p_F, x_o, p_o, s_o,
-            i_tile + i * HV, b, t + i * BT, i_h, i_hv, column, length - i * BT, T, scale,
-            K, V, BT, BK, BV, CHANNEL, FOLDED, USE_TMA, USE_TMA, OP, PRECISION,
+            b_S, total, inputs, x_o, tokens, i_tile + i * HV,
+            TokenRows(b, t + i * BT, length - i * BT, T), i_h, i_hv, column, scale, SIZES, FLAGS, USE_TMA,
         )  # fmt: skip
         total = next_total
-        if p_states is not None:
+        if states.kept is not None:
             if ((i + 1) % every == 0) & (length >= (i + 1) * BT):
-                i_state = (i + 1) // every - 1 + tl.load(p_first_state + i_n)
-                store_state(p_states, s_states, i_state, i_hv, column, b_S, K, V, BK, BV)
+                i_state = (i + 1) // every - 1 + tl.load(states.first_kept + i_n)
+                store_state(states.kept, states.s_kept, i_state, i_hv, column, b_S, K, V, BK, BV)
     if USE_TMA:
         if steps * BT < length:
             b_S = _step(
-                b_S, total, x_q, s_q, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, p_W, p_F, x_o, p_o, s_o,
-                i_tile + steps * HV, b, t + steps * BT, i_h, i_hv, column, length - steps * BT, T, scale,
-                K, V, BT, BK, BV, CHANNEL, FOLDED, USE_TMA, False, OP, PRECISION,
+                b_S, total, inputs, x_o, tokens, i_tile + steps * HV,
+                TokenRows(b, t + steps * BT, length - steps * BT, T), i_h, i_hv, column, scale, SIZES, FLAGS, False,
             )  # fmt: skip
-    if p_ST is not None:
+    if states.ST is not None:
         if ends:
-            store_state(p_ST, s_ST, i_to, i_hv, column, b_S, K, V, BK, BV)
+            store_state(states.ST, states.s_ST, i_to, i_hv, column, b_S, K, V, BK, BV)
+
+
+class Inputs(NamedTuple):
+    """Descriptors of what a chunk's step reads, or pointers without TMA: q, k and v, and the tiles of `prepare`."""
+
+    q: Any
+    k: Any
+    v: Any
+    rows: Any
+    total: Any
+    E: Any
 
 
 @triton.jit
 def _step(
     b_S,
     total,
-    x_q,
-    s_q,
-    x_k,
-    s_k,
-    x_v,
-    s_v,
-    x_rows,
-    x_total,
-    x_E,
-    p_W,
-    p_F,
+    inputs,
     x_o,
-    p_o,
-    s_o,
+    tokens,
     i_tile,
-    b,
-    t,
+    at,
     i_h,
     i_hv,
     column,
-    rows,
-    T,
     scale,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    CHANNEL: tl.constexpr,
-    FOLDED: tl.constexpr,
-    USE_TMA: tl.constexpr,
+    SIZES: tl.constexpr,
+    FLAGS: tl.constexpr,
     FULL: tl.constexpr,
-    OP: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Write a chunk's output; return the state leaving it. FULL: all its rows are tokens."""
+    K: tl.constexpr = SIZES.K
+    V: tl.constexpr = SIZES.V
+    BT: tl.constexpr = SIZES.BT
+    BK: tl.constexpr = SIZES.BK
+    BV: tl.constexpr = SIZES.BV
+    CHANNEL: tl.constexpr = FLAGS.CHANNEL
+    FOLDED: tl.constexpr = FLAGS.FOLDED
+    USE_TMA: tl.constexpr = FLAGS.USE_TMA
+    OP: tl.constexpr = FLAGS.OP
+    PRECISION: tl.constexpr = FLAGS.PRECISION
     if CHANNEL:
-        total = load_vector(x_total, i_tile, K, BK, USE_TMA)[None, :]
-        b_k = load_tile_block(x_k, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
-        b_q = load_tile_block(x_q, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
+        total = load_vector(inputs.total, i_tile, K, BK, USE_TMA)[None, :]
+        b_k = load_tile_block(inputs.k, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
+        b_q = load_tile_block(inputs.q, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
     else:
-        b_k = load_token_block(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, USE_TMA, FULL)
-        b_q = load_token_block(x_q, s_q, b, t, i_h, 0, rows, T, K, BT, BK, USE_TMA, FULL)
-    b_v = load_token_block(x_v, s_v, b, t, i_hv, column, rows, T, V, BT, BV, USE_TMA, FULL)
-    b_FT = load_upper(p_F, i_tile, BT)
+        b_k = load_token_block(inputs.k, tokens.s_k, at, i_h, 0, K, BT, BK, USE_TMA, FULL)
+        b_q = load_token_block(inputs.q, tokens.s_q, at, i_h, 0, K, BT, BK, USE_TMA, FULL)
+    b_v = load_token_block(inputs.v, tokens.s_v, at, i_hv, column, V, BT, BV, USE_TMA, FULL)
+    b_FT = load_upper(tokens.F, i_tile, BT)
 
     b_Sk = mm(b_S, tl.trans(b_k), None, OP, PRECISION)
     # Loaded after the product with the most live registers, which these numbers would double.
-    b_in_k, b_in_q, b_out, b_beta = load_row_factors(x_rows, i_tile, BT, USE_TMA)
+    b_in_k, b_in_q, b_out, b_beta = load_row_factors(inputs.rows, i_tile, BT, USE_TMA)
     b_R = residual(b_v, b_Sk, b_in_k)
     if FOLDED:
         b_R = b_R * b_beta[None, :]
     b_y = b_R.to(OP)
     b_o = read(b_S, b_q, b_y, b_FT, b_in_q, OP, PRECISION) * scale
     if USE_TMA and FULL:
-        x_o.store([(b * T + t).to(tl.int32), (i_hv * s_o[2]).to(tl.int32) + column], tl.trans(b_o.to(x_o.dtype)))
+        x_o.store(
+            [(at.b * at.T + at.t).to(tl.int32), (i_hv * tokens.s_o[2]).to(tl.int32) + column],
+            tl.trans(b_o.to(x_o.dtype)),
+        )
     else:
-        store_tokens(p_o, s_o, b, t, i_hv, column, rows, tl.trans(b_o), V, BT, BV)
+        store_tokens(tokens.o, tokens.s_o, at, i_hv, column, tl.trans(b_o), V)
     if FOLDED:
-        b_E = load_tile_block(x_E, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
+        b_E = load_tile_block(inputs.E, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
         return advance(b_S, total, b_y, b_E, OP, PRECISION)
     else:
-        b_WT = load_upper(p_W, i_tile, BT)
+        b_WT = load_upper(tokens.W, i_tile, BT)
         b_e = mm(b_y, b_WT, None, OP, PRECISION)
         return advance(b_S, total, b_e * b_out[None, :], b_k, OP, PRECISION)

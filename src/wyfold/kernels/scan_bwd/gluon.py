@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from wyfold.kernels.records import Prepared, TokenBorders
-from wyfold.kernels.scan_bwd.triton import Half, programs, scan_bwd_key
+from wyfold.kernels.scan_bwd.triton import Half, SegmentTables, States, programs, scan_bwd_key
 from wyfold.runtime.chunk_layout import ChunkGrid, Segments
 from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
@@ -57,6 +57,7 @@ from wyfold.tile.index.gluon import (
     tma_store,
 )
 from wyfold.tile.index.triton import (
+    Packing,
     all_or_none,
     require_descriptors,
     segment_coords,
@@ -115,47 +116,58 @@ def scan_bwd(
     if prepared.q is None:
         q, k = tma_readable(q, C, K), tma_readable(k, C, K)
     v, do = tma_readable(v, C, BV // parts), tma_readable(do, C, BV // parts)
-    descriptors = require_descriptors("scan_bwd", _descriptors(q, k, v, prepared, do, borders, C, BV // parts))
+    x_q, x_k, x_v, x_do, x_rows, x_total, x_E, x_F, x_W, x_S, x_dS, x_e, x_X = require_descriptors(
+        "scan_bwd", _descriptors(q, k, v, prepared, do, borders, C, BV // parts)
+    )
     launch_kernel(
         wyfold_scan_bwd_gluon,
         halves * grid.sequences * HV * (V // BV),
-        *descriptors,
-        q.stride(2),
-        k.stride(2),
-        v.stride(2),
-        do.stride(2),
-        initial_state,
-        strides(initial_state),
-        dST,
-        strides(dST),
-        dS0,
-        strides(dS0),
-        entering,
-        strides(entering),
-        leaving,
-        strides(leaving),
-        None if segments is None else segments.sequence,
-        None if segments is None else segments.first,
-        grid.sequences if segments is None else segments.sequences,
-        grid.cu,
-        grid.first,
-        going_back,
-        grid.tokens,
-        grid.per_sequence,
-        options.unit,
-        None if options.scale == options.unit else options.scale / options.unit,
-        H=H,
-        HV=HV,
-        K=K,
-        V=V,
-        BT=C,
-        BV=BV,
-        PARTS=parts,
-        OUT=out,
-        PACKED=grid.cu is not None,
-        CHANNEL=prepared.q is not None,
-        FOLDED=prepared.E is not None,
-        STAGES=config.stages,
+        x_q=x_q,
+        x_k=x_k,
+        x_v=x_v,
+        x_do=x_do,
+        x_rows=x_rows,
+        x_total=x_total,
+        x_E=x_E,
+        x_F=x_F,
+        x_W=x_W,
+        x_S=x_S,
+        x_dS=x_dS,
+        x_e=x_e,
+        x_X=x_X,
+        heads=Heads(h_q=q.stride(2), h_k=k.stride(2), h_v=v.stride(2), h_do=do.stride(2)),
+        states=States(
+            S0=initial_state, s_S0=strides(initial_state), dST=dST, s_dST=strides(dST), dS0=dS0, s_dS0=strides(dS0)
+        ),
+        segments=SegmentTables(
+            entering=entering,
+            s_entering=strides(entering),
+            leaving=leaving,
+            s_leaving=strides(leaving),
+            sequence=None if segments is None else segments.sequence,
+            first=None if segments is None else segments.first,
+        ),
+        packing=Packing(cu=grid.cu, first=grid.first),
+        N=grid.sequences if segments is None else segments.sequences,
+        going_back=going_back,
+        T=grid.tokens,
+        per_sequence=grid.per_sequence,
+        unit=options.unit,
+        scale=None if options.scale == options.unit else options.scale / options.unit,
+        SIZES=Sizes(
+            H=H,
+            HV=HV,
+            K=K,
+            V=V,
+            BT=C,
+            BV=BV,
+            PARTS=parts,
+            OUT=out,
+            STAGES=config.stages,
+            PACKED=grid.cu is not None,
+            CHANNEL=prepared.q is not None,
+            FOLDED=prepared.E is not None,
+        ),
         **config.options(),
     )
 
@@ -188,6 +200,40 @@ def _descriptors(
         ),
     )
     return None if descriptors is None else gluon_descriptors(descriptors)
+
+
+class Heads(NamedTuple):
+    """Kernel argument: distances between heads of q, k, v and do."""
+
+    h_q: Any
+    h_k: Any
+    h_v: Any
+    h_do: Any
+
+
+class Sizes(NamedTuple):
+    """Constexprs.
+
+    Attributes:
+        H, HV, K, V, BT: Sizes of the call and of a chunk.
+        BV: Value rows of a program, which PARTS share.
+        OUT: Buffers per part for S or dS.
+        STAGES: Chunks in flight.
+        PACKED, CHANNEL, FOLDED: Whether the batch is packed, the gate is per channel, and E is read.
+    """
+
+    H: int
+    HV: int
+    K: int
+    V: int
+    BT: int
+    BV: int
+    PARTS: int
+    OUT: int
+    STAGES: int
+    PACKED: bool
+    CHANNEL: bool
+    FOLDED: bool
 
 
 class Smem(NamedTuple):
@@ -320,61 +366,48 @@ def wyfold_scan_bwd_gluon(
     x_dS,
     x_e,
     x_X,
-    h_q,
-    h_k,
-    h_v,
-    h_do,
-    p_S0,
-    s_S0,
-    p_dST,
-    s_dST,
-    p_dS0,
-    s_dS0,
-    p_entering,
-    s_entering,
-    p_leaving,
-    s_leaving,
-    p_sequence,
-    p_first_segment,
+    heads,
+    states,
+    segments,
+    packing,
     N,
-    p_cu,
-    p_first,
     going_back,
     T,
     per_sequence,
     unit,
     scale,
-    H: gl.constexpr,
-    HV: gl.constexpr,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    BT: gl.constexpr,
-    BV: gl.constexpr,
-    PARTS: gl.constexpr,
-    OUT: gl.constexpr,
-    PACKED: gl.constexpr,
-    CHANNEL: gl.constexpr,
-    FOLDED: gl.constexpr,
-    STAGES: gl.constexpr,
+    SIZES: gl.constexpr,
 ):
     """One program owns BV value rows of one state or of its gradient; the latter take longer and come first.
 
-    `going_back` sequences, or segments, are run backward. With p_sequence, states are indexed by the sequence of a
+    `going_back` sequences, or segments, are run backward. With segments, states are indexed by the sequence of a
     segment.
     """
+    H: gl.constexpr = SIZES.H
+    HV: gl.constexpr = SIZES.HV
+    K: gl.constexpr = SIZES.K
+    V: gl.constexpr = SIZES.V
+    BT: gl.constexpr = SIZES.BT
+    BV: gl.constexpr = SIZES.BV
+    PARTS: gl.constexpr = SIZES.PARTS
+    OUT: gl.constexpr = SIZES.OUT
+    STAGES: gl.constexpr = SIZES.STAGES
+    PACKED: gl.constexpr = SIZES.PACKED
+    CHANNEL: gl.constexpr = SIZES.CHANNEL
+    FOLDED: gl.constexpr = SIZES.FOLDED
+    BW: gl.constexpr = SIZES.BV // SIZES.PARTS
     NV: gl.constexpr = V // BV
-    BW: gl.constexpr = BV // PARTS
     pid = gl.program_id(0).to(gl.int64)
     half = going_back * HV * NV
     back = (pid < half).to(gl.int32)
     pid -= gl.where(back != 0, 0, half)
     i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, pid // (NV * HV)
     i_h = i_hv // (HV // H)
-    i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
+    i_c, b, t, length = sequence_span(i_n, packing, T, per_sequence, PACKED)
     i_tile = (i_c * HV + i_hv).to(gl.int32)
     begins, ends, i_border = True, True, i_n
-    if p_sequence is not None:
-        i_n, i_border, begins, ends = segment_coords(i_n, p_sequence, p_first_segment, N)
+    if segments.sequence is not None:
+        i_n, i_border, begins, ends = segment_coords(i_n, segments.sequence, segments.first, N)
     column = (i_v * BV).to(gl.int32)
     token = (b * T + t).to(gl.int32)
     steps = (length // BT).to(gl.int32)
@@ -414,16 +447,16 @@ def wyfold_scan_bwd_gluon(
         x_dS,
         x_e,
         x_X,
-        p_S0,
-        s_S0,
-        p_dST,
-        s_dST,
-        p_dS0,
-        s_dS0,
-        p_entering,
-        s_entering,
-        p_leaving,
-        s_leaving,
+        states.S0,
+        states.s_S0,
+        states.dST,
+        states.s_dST,
+        states.dS0,
+        states.s_dS0,
+        segments.entering,
+        segments.s_entering,
+        segments.leaving,
+        segments.s_leaving,
     )
     inputs = TmaInputs(
         x_q,
@@ -437,10 +470,10 @@ def wyfold_scan_bwd_gluon(
         x_W,
         i_tile + ahead * HV,
         token + ahead * BT,
-        (i_h * h_q).to(gl.int32),
-        (i_h * h_k).to(gl.int32),
-        (i_hv * h_v).to(gl.int32) + column,
-        (i_hv * h_do).to(gl.int32) + column,
+        (i_h * heads.h_q).to(gl.int32),
+        (i_h * heads.h_k).to(gl.int32),
+        (i_hv * heads.h_v).to(gl.int32) + column,
+        (i_hv * heads.h_do).to(gl.int32) + column,
     )
     coords = Coords(back, i_tile, i_n, i_border, begins, i_n < N, ends, i_hv, column, steps, tail_rows)
     if PARTS == 1:
@@ -448,9 +481,9 @@ def wyfold_scan_bwd_gluon(
             [
                 (
                     _consumer,
-                    (gmem, smem, coords, unit, scale, 0, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES),
+                    (gmem, smem, coords, unit, scale, 0, SIZES),
                 ),
-                (_producer, (inputs, smem, back, count, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+                (_producer, (inputs, smem, back, count, SIZES)),
             ],
             [1],
             [24],
@@ -460,13 +493,13 @@ def wyfold_scan_bwd_gluon(
             [
                 (
                     _consumer,
-                    (gmem, smem, coords, unit, scale, 0, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES),
+                    (gmem, smem, coords, unit, scale, 0, SIZES),
                 ),
                 (
                     _consumer,
-                    (gmem, smem, coords, unit, scale, 1, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES),
+                    (gmem, smem, coords, unit, scale, 1, SIZES),
                 ),
-                (_producer, (inputs, smem, back, count, HV, K, BT, BW, PARTS, CHANNEL, FOLDED, STAGES)),
+                (_producer, (inputs, smem, back, count, SIZES)),
             ],
             [4, 1],
             [240, 24],
@@ -479,16 +512,17 @@ def _producer(
     smem,
     back,
     count,
-    HV: gl.constexpr,
-    K: gl.constexpr,
-    BT: gl.constexpr,
-    BW: gl.constexpr,
-    PARTS: gl.constexpr,
-    CHANNEL: gl.constexpr,
-    FOLDED: gl.constexpr,
-    STAGES: gl.constexpr,
+    SIZES: gl.constexpr,
 ):
     """Producer: load the tiles of every chunk, including a partial one, as soon as a stage is free."""
+    HV: gl.constexpr = SIZES.HV
+    K: gl.constexpr = SIZES.K
+    BT: gl.constexpr = SIZES.BT
+    PARTS: gl.constexpr = SIZES.PARTS
+    STAGES: gl.constexpr = SIZES.STAGES
+    CHANNEL: gl.constexpr = SIZES.CHANNEL
+    FOLDED: gl.constexpr = SIZES.FOLDED
+    BW: gl.constexpr = SIZES.BV // SIZES.PARTS
     BYTES: gl.constexpr = (
         inputs.k.block_type.nbytes
         + inputs.rows.block_type.nbytes
@@ -551,22 +585,13 @@ def _consumer(
     unit,
     scale,
     part,
-    HV: gl.constexpr,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    BT: gl.constexpr,
-    BW: gl.constexpr,
-    PARTS: gl.constexpr,
-    OUT: gl.constexpr,
-    CHANNEL: gl.constexpr,
-    FOLDED: gl.constexpr,
-    STAGES: gl.constexpr,
+    SIZES: gl.constexpr,
 ):
     """Consumer: run BW value rows through all chunks, in either direction."""
     if coords.back != 0:
-        _reverse(gmem, smem, coords, unit, scale, part, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)
+        _reverse(gmem, smem, coords, unit, scale, part, SIZES)
     else:
-        _forward(gmem, smem, coords, part, HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES)
+        _forward(gmem, smem, coords, part, SIZES)
     tma.store_wait(pendings=0)
 
 
@@ -578,18 +603,15 @@ def _reverse(
     unit,
     scale,
     part,
-    HV: gl.constexpr,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    BT: gl.constexpr,
-    BW: gl.constexpr,
-    PARTS: gl.constexpr,
-    OUT: gl.constexpr,
-    CHANNEL: gl.constexpr,
-    FOLDED: gl.constexpr,
-    STAGES: gl.constexpr,
+    SIZES: gl.constexpr,
 ):
     """Reverse half: from the last chunk, which may be partial, to the first."""
+    HV: gl.constexpr = SIZES.HV
+    K: gl.constexpr = SIZES.K
+    BT: gl.constexpr = SIZES.BT
+    STAGES: gl.constexpr = SIZES.STAGES
+    CHANNEL: gl.constexpr = SIZES.CHANNEL
+    BW: gl.constexpr = SIZES.BV // SIZES.PARTS
     first_row = coords.column + part * BW
     dS = _load_state(
         gmem.dST, gmem.s_dST, coords.ends, gmem.leaving, gmem.s_leaving, coords.border, coords, first_row, K, BW
@@ -609,8 +631,7 @@ def _reverse(
             last_total = gl.load(gmem.total + coords.tile + coords.steps * HV)
         mbarrier.wait(smem.full.index(stage), phase)
         dS = _reverse_step(
-            dS, last_total, gmem, smem, coords, scale, part, stage, coords.steps, done,
-            HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES, False,
+            dS, last_total, gmem, smem, coords, scale, part, stage, coords.steps, done, SIZES, False,
         )  # fmt: skip
         done += 1
         stage += 1  # no wrap: there are at least two stages
@@ -621,8 +642,7 @@ def _reverse(
             next_total = gl.load(gmem.total + coords.tile + (i - 1) * HV, mask=i > 0, other=0.0)
         mbarrier.wait(smem.full.index(stage), phase)
         dS = _reverse_step(
-            dS, total, gmem, smem, coords, scale, part, stage, i, done,
-            HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES, True,
+            dS, total, gmem, smem, coords, scale, part, stage, i, done, SIZES, True,
         )  # fmt: skip
         total = next_total
         done += 1
@@ -646,18 +666,15 @@ def _forward(
     smem,
     coords,
     part,
-    HV: gl.constexpr,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    BT: gl.constexpr,
-    BW: gl.constexpr,
-    PARTS: gl.constexpr,
-    OUT: gl.constexpr,
-    CHANNEL: gl.constexpr,
-    FOLDED: gl.constexpr,
-    STAGES: gl.constexpr,
+    SIZES: gl.constexpr,
 ):
     """Forward half: from the first chunk to the last. The state leaving the last chunk is not stored."""
+    HV: gl.constexpr = SIZES.HV
+    K: gl.constexpr = SIZES.K
+    BT: gl.constexpr = SIZES.BT
+    STAGES: gl.constexpr = SIZES.STAGES
+    CHANNEL: gl.constexpr = SIZES.CHANNEL
+    BW: gl.constexpr = SIZES.BV // SIZES.PARTS
     first_row = coords.column + part * BW
     before = coords.border - 1
     S = _load_state(gmem.S0, gmem.s_S0, coords.begins, gmem.entering, gmem.s_entering, before, coords, first_row, K, BW)
@@ -676,8 +693,7 @@ def _forward(
             )
         mbarrier.wait(smem.full.index(stage), phase)
         S = _forward_step(
-            S, total, gmem, smem, coords, part, stage, i,
-            HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES, True,
+            S, total, gmem, smem, coords, part, stage, i, SIZES, True,
         )  # fmt: skip
         total = next_total
         stage += 1
@@ -688,8 +704,7 @@ def _forward(
     if coords.tail_rows > 0:
         mbarrier.wait(smem.full.index(stage), phase)
         _forward_step(
-            S, total, gmem, smem, coords, part, stage, coords.steps,
-            HV, K, V, BT, BW, PARTS, OUT, CHANNEL, FOLDED, STAGES, False,
+            S, total, gmem, smem, coords, part, stage, coords.steps, SIZES, False,
         )  # fmt: skip
         last = coords.steps
     if last >= 0:
@@ -709,22 +724,21 @@ def _reverse_step(
     stage,
     i,
     done,
-    HV: gl.constexpr,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    BT: gl.constexpr,
-    BW: gl.constexpr,
-    PARTS: gl.constexpr,
-    OUT: gl.constexpr,
-    CHANNEL: gl.constexpr,
-    FOLDED: gl.constexpr,
-    STAGES: gl.constexpr,
+    SIZES: gl.constexpr,
     FULL: gl.constexpr,
 ):
     """Write dS and X of chunk i; return the gradient of the state entering it.
 
     `done`: number of chunks before it in this direction. FULL: all its rows are tokens.
     """
+    HV: gl.constexpr = SIZES.HV
+    K: gl.constexpr = SIZES.K
+    BT: gl.constexpr = SIZES.BT
+    PARTS: gl.constexpr = SIZES.PARTS
+    OUT: gl.constexpr = SIZES.OUT
+    CHANNEL: gl.constexpr = SIZES.CHANNEL
+    FOLDED: gl.constexpr = SIZES.FOLDED
+    BW: gl.constexpr = SIZES.BV // SIZES.PARTS
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
     LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BT, 16])
     AS: gl.constexpr = gl.DotOperandLayout(0, LS, 2)
@@ -748,8 +762,7 @@ def _reverse_step(
         dY = warpgroup_mma(left, key.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     tile = coords.tile + i * HV
     _release(
-        gmem.dS, gmem.X, rounded, smem, part, tile, tile + HV, coords.column + part * BW, stage, done,
-        V, BT, BW, PARTS, OUT, STAGES,
+        gmem.dS, gmem.X, rounded, smem, part, tile, tile + HV, coords.column + part * BW, stage, done, SIZES,
     )  # fmt: skip
     doT = x.permute((1, 0)).load(LC)
     X = warpgroup_mma(
@@ -796,19 +809,18 @@ def _forward_step(
     part,
     stage,
     i,
-    HV: gl.constexpr,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    BT: gl.constexpr,
-    BW: gl.constexpr,
-    PARTS: gl.constexpr,
-    OUT: gl.constexpr,
-    CHANNEL: gl.constexpr,
-    FOLDED: gl.constexpr,
-    STAGES: gl.constexpr,
+    SIZES: gl.constexpr,
     FULL: gl.constexpr,
 ):
     """Write S and e of a chunk; return the state leaving it. FULL: all its rows are tokens."""
+    HV: gl.constexpr = SIZES.HV
+    K: gl.constexpr = SIZES.K
+    BT: gl.constexpr = SIZES.BT
+    PARTS: gl.constexpr = SIZES.PARTS
+    OUT: gl.constexpr = SIZES.OUT
+    CHANNEL: gl.constexpr = SIZES.CHANNEL
+    FOLDED: gl.constexpr = SIZES.FOLDED
+    BW: gl.constexpr = SIZES.BV // SIZES.PARTS
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
     LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BT, 16])
     AS: gl.constexpr = gl.DotOperandLayout(0, LS, 2)
@@ -827,8 +839,7 @@ def _forward_step(
     Sk = warpgroup_mma(left, key.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     tile = coords.tile + i * HV
     _release(
-        gmem.S, gmem.e, rounded, smem, part, tile, tile - HV, coords.column + part * BW, stage, i,
-        V, BT, BW, PARTS, OUT, STAGES,
+        gmem.S, gmem.e, rounded, smem, part, tile, tile - HV, coords.column + part * BW, stage, i, SIZES,
     )  # fmt: skip
     v = x.permute((1, 0)).load(LC)
     in_k, beta = factors.slice(0, BT).load(ROW), factors.slice(3 * BT, BT).load(ROW)
@@ -869,18 +880,18 @@ def _release(
     first_row,
     stage,
     done,
-    V: gl.constexpr,
-    BT: gl.constexpr,
-    BW: gl.constexpr,
-    PARTS: gl.constexpr,
-    OUT: gl.constexpr,
-    STAGES: gl.constexpr,
+    SIZES: gl.constexpr,
 ):
     """Issue the TMA stores of a chunk's state and of the preceding chunk's tokens, and release that chunk's stage.
 
     Nothing is stored or released for the chunk before the first, which has no block. A state buffer is free: every
     chunk ends by waiting until TMA has read all but the last OUT - 1 states.
     """
+    V: gl.constexpr = SIZES.V
+    BT: gl.constexpr = SIZES.BT
+    PARTS: gl.constexpr = SIZES.PARTS
+    OUT: gl.constexpr = SIZES.OUT
+    STAGES: gl.constexpr = SIZES.STAGES
     state = smem.state.index((done % OUT) * PARTS + part)
     state.store(rounded)
     fence_async_shared()

@@ -16,19 +16,22 @@ Descriptors and the partial last chunk are as in `scan`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from wyfold.kernels.records import Prepared, TokenBorders
+from wyfold.kernels.scan.triton import Flags, Sizes
 from wyfold.runtime.chunk_layout import ChunkGrid, Segments
 from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned, with_occupancy_hint
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.dot.triton import contracts, mm, mm_unit_diagonal, operand, precision, workspace
 from wyfold.tile.index.triton import (
+    Packing,
+    TokenRows,
     all_or_none,
     has_tma,
     load_row_factors,
@@ -45,7 +48,7 @@ from wyfold.tile.index.triton import (
     vector_descriptor,
 )
 from wyfold.tile.inverse.triton import nonzero_beta
-from wyfold.tile.state.triton import advance, load_end, residual, retreat, store_state
+from wyfold.tile.state.triton import StateAt, advance, load_end, residual, retreat, store_state
 
 Half = Literal["forward", "reverse", "both"]
 
@@ -92,53 +95,56 @@ def scan_bwd(
     channel = prepared.q is not None
     inputs = prepared.q if channel else q, prepared.k if channel else k, v, do, *prepared[:2], *prepared[4:7], *borders
     descriptors = _descriptors(inputs, C, BK, BV) if has_tma(q.device) else None
-    x_q, x_k, x_v, x_do, *x_tiles = descriptors or inputs
+    x_q, x_k, x_v, x_do, x_rows, x_total, x_E, p_F, p_W, x_S, x_dS, x_e, x_X = descriptors or inputs
     launch_kernel(
         wyfold_scan_bwd_triton,
         halves * grid.sequences * HV * -(-V // BV),
-        x_q,
-        None if channel else q.stride(),
-        x_k,
-        None if channel else k.stride(),
-        x_v,
-        v.stride(),
-        x_do,
-        do.stride(),
-        *x_tiles,
-        initial_state,
-        strides(initial_state),
-        dST,
-        strides(dST),
-        dS0,
-        strides(dS0),
-        entering,
-        strides(entering),
-        leaving,
-        strides(leaving),
-        None if segments is None else segments.sequence,
-        None if segments is None else segments.first,
-        grid.sequences if segments is None else segments.sequences,
-        grid.cu,
-        grid.first,
-        going_back,
-        grid.tokens,
-        grid.per_sequence,
-        options.unit,
-        options.scale / options.unit,
-        H=H,
-        HV=HV,
-        K=K,
-        V=V,
-        BT=C,
-        BK=BK,
-        BV=BV,
-        PACKED=grid.cu is not None,
-        CHANNEL=channel,
-        FOLDED=prepared.E is not None,
-        USE_TMA=descriptors is not None,
-        OP=operand(q.dtype),
-        PRECISION=precision(q.dtype),
-        STAGES=config.stages,
+        x_q=x_q,
+        x_k=x_k,
+        x_v=x_v,
+        x_do=x_do,
+        x_rows=x_rows,
+        x_total=x_total,
+        x_E=x_E,
+        x_S=x_S,
+        x_dS=x_dS,
+        x_e=x_e,
+        x_X=x_X,
+        tokens=Tokens(
+            s_q=None if channel else q.stride(),
+            s_k=None if channel else k.stride(),
+            s_v=v.stride(),
+            s_do=do.stride(),
+            F=p_F,
+            W=p_W,
+        ),
+        states=States(
+            S0=initial_state, s_S0=strides(initial_state), dST=dST, s_dST=strides(dST), dS0=dS0, s_dS0=strides(dS0)
+        ),
+        segments=SegmentTables(
+            entering=entering,
+            s_entering=strides(entering),
+            leaving=leaving,
+            s_leaving=strides(leaving),
+            sequence=None if segments is None else segments.sequence,
+            first=None if segments is None else segments.first,
+        ),
+        packing=Packing(cu=grid.cu, first=grid.first),
+        N=grid.sequences if segments is None else segments.sequences,
+        going_back=going_back,
+        T=grid.tokens,
+        per_sequence=grid.per_sequence,
+        unit=options.unit,
+        scale=options.scale / options.unit,
+        SIZES=Sizes(H=H, HV=HV, K=K, V=V, BT=C, BK=BK, BV=BV, STAGES=config.stages),
+        FLAGS=Flags(
+            PACKED=grid.cu is not None,
+            CHANNEL=channel,
+            FOLDED=prepared.E is not None,
+            USE_TMA=descriptors is not None,
+            OP=operand(q.dtype),
+            PRECISION=precision(q.dtype),
+        ),
         **config.options(contract=contracts(q.dtype)),
     )
 
@@ -195,62 +201,100 @@ def _descriptors(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[A
     return all_or_none(given, found)
 
 
+class Tokens(NamedTuple):
+    """Kernel argument: how the tokens lie in memory, and tiles that are accessed through pointers alone.
+
+    Attributes:
+        s_q, s_k: Strides of q and k; None with a channel gate, whose rows are tiles.
+        s_v, s_do: Strides of v and do.
+        F, W: Triangular tiles, stored in quarters.
+    """
+
+    s_q: Any
+    s_k: Any
+    s_v: Any
+    s_do: Any
+    F: Any
+    W: Any
+    end: None = None
+
+
+class States(NamedTuple):
+    """Kernel argument: states [N, HV, K, V] of the call, each with its strides; None where it has none.
+
+    Attributes:
+        S0, s_S0: Initial states.
+        dST, s_dST: Gradients of the final states.
+        dS0, s_dS0: Gradients of the initial states, written.
+    """
+
+    S0: Any
+    s_S0: Any
+    dST: Any
+    s_dST: Any
+    dS0: Any
+    s_dS0: Any
+    end: None = None
+
+
+class SegmentTables(NamedTuple):
+    """Kernel argument: segments of cut sequences; all None if no sequence is cut.
+
+    Attributes:
+        entering, s_entering: States at the borders of segments, and their strides.
+        leaving, s_leaving: Gradients of those states.
+        sequence: Sequence of each segment.
+        first: First segment of each sequence.
+    """
+
+    entering: Any
+    s_entering: Any
+    leaving: Any
+    s_leaving: Any
+    sequence: Any
+    first: Any
+    end: None = None
+
+
 @triton.jit(do_not_specialize=["N", "going_back", "T", "per_sequence", "unit", "scale"])
 def wyfold_scan_bwd_triton(
     x_q,
-    s_q,
     x_k,
-    s_k,
     x_v,
-    s_v,
     x_do,
-    s_do,
     x_rows,
     x_total,
     x_E,
-    p_F,
-    p_W,
     x_S,
     x_dS,
     x_e,
     x_X,
-    p_S0,
-    s_S0,
-    p_dST,
-    s_dST,
-    p_dS0,
-    s_dS0,
-    p_entering,
-    s_entering,
-    p_leaving,
-    s_leaving,
-    p_sequence,
-    p_first_segment,
+    tokens,
+    states,
+    segments,
+    packing,
     N,
-    p_cu,
-    p_first,
     going_back,
     T,
     per_sequence,
     unit,
     scale,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    PACKED: tl.constexpr,
-    CHANNEL: tl.constexpr,
-    FOLDED: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    OP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    SIZES: tl.constexpr,
+    FLAGS: tl.constexpr,
 ):
     """One program owns BV value rows of one state, or of its gradient; `going_back` sequences or segments have the
     latter."""
+    H: tl.constexpr = SIZES.H
+    HV: tl.constexpr = SIZES.HV
+    K: tl.constexpr = SIZES.K
+    V: tl.constexpr = SIZES.V
+    BT: tl.constexpr = SIZES.BT
+    BK: tl.constexpr = SIZES.BK
+    BV: tl.constexpr = SIZES.BV
+    STAGES: tl.constexpr = SIZES.STAGES
+    PACKED: tl.constexpr = FLAGS.PACKED
+    CHANNEL: tl.constexpr = FLAGS.CHANNEL
+    USE_TMA: tl.constexpr = FLAGS.USE_TMA
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
     half = going_back * HV * NV
@@ -259,19 +303,23 @@ def wyfold_scan_bwd_triton(
     i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, pid // (NV * HV)
     i_h = i_hv // (HV // H)
     column = (i_v * BV).to(tl.int32)
-    i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
+    i_c, b, t, length = sequence_span(i_n, packing, T, per_sequence, PACKED)
     i_tile = i_c * HV + i_hv
     steps = (length // BT).to(tl.int32)
     if not USE_TMA:
         steps = tl.cdiv(length, BT).to(tl.int32)
+    inputs = Inputs(x_q, x_k, x_v, x_do, x_rows, x_total, x_E)
+    results = TokenBorders(x_S, x_dS, x_e, x_X)
     total = 0.0
     begins, ends, i_border = True, True, i_n
-    if p_sequence is not None:
-        i_n, i_border, begins, ends = segment_coords(i_n, p_sequence, p_first_segment, N)
+    if segments.sequence is not None:
+        i_n, i_border, begins, ends = segment_coords(i_n, segments.sequence, segments.first, N)
 
     if reverse:
         b_dS = load_end(
-            p_dST, s_dST, i_n, ends, p_leaving, s_leaving, i_border, i_n < N, i_hv, column, K, V, BK, BV
+            StateAt(states.dST, states.s_dST, i_n, ends),
+            StateAt(segments.leaving, segments.s_leaving, i_border, i_n < N),
+            i_hv, column, K, V, BK, BV,
         )  # fmt: skip
         unit = tl.where(length > 0, unit, 1.0)  # without a token the gradient passes through unchanged
         b_dS *= 1.0 / unit
@@ -280,9 +328,8 @@ def wyfold_scan_bwd_triton(
                 if not CHANNEL:
                     total = tl.load(x_total + i_tile + steps * HV)
                 b_dS = _reverse_step(
-                    b_dS, total, x_q, s_q, x_k, s_k, x_do, s_do, x_rows, x_total, x_E, p_F, p_W, x_dS, x_X,
-                    i_tile + steps * HV, b, t + steps * BT, i_h, i_hv, column, length - steps * BT, T, scale,
-                    K, V, BT, BK, BV, CHANNEL, FOLDED, USE_TMA, False, OP, PRECISION,
+                    b_dS, total, inputs, results, tokens, i_tile + steps * HV,
+                    TokenRows(b, t + steps * BT, length - steps * BT, T), i_h, i_hv, column, scale, SIZES, FLAGS, False,
                 )  # fmt: skip
         if not CHANNEL:
             total = tl.load(x_total + i_tile + (steps - 1) * HV, mask=steps > 0, other=0.0)
@@ -292,20 +339,21 @@ def wyfold_scan_bwd_triton(
             if not CHANNEL:
                 next_total = tl.load(x_total + i_tile + (i - 1) * HV, mask=i > 0, other=0.0)
             b_dS = _reverse_step(
-                b_dS, total, x_q, s_q, x_k, s_k, x_do, s_do, x_rows, x_total, x_E, p_F, p_W, x_dS, x_X,
-                i_tile + i * HV, b, t + i * BT, i_h, i_hv, column, length - i * BT, T, scale,
-                K, V, BT, BK, BV, CHANNEL, FOLDED, USE_TMA, USE_TMA, OP, PRECISION,
+                b_dS, total, inputs, results, tokens, i_tile + i * HV,
+                TokenRows(b, t + i * BT, length - i * BT, T), i_h, i_hv, column, scale, SIZES, FLAGS, USE_TMA,
             )  # fmt: skip
             total = next_total
         b_dS *= unit
-        if p_dS0 is not None:
-            if p_sequence is None:
-                store_state(p_dS0, s_dS0, i_n, i_hv, column, b_dS, K, V, BK, BV)
+        if states.dS0 is not None:
+            if segments.sequence is None:
+                store_state(states.dS0, states.s_dS0, i_n, i_hv, column, b_dS, K, V, BK, BV)
             elif begins:
-                store_state(p_dS0, s_dS0, i_n, i_hv, column, b_dS, K, V, BK, BV)
+                store_state(states.dS0, states.s_dS0, i_n, i_hv, column, b_dS, K, V, BK, BV)
     else:
         b_S = load_end(
-            p_S0, s_S0, i_n, begins, p_entering, s_entering, i_border - 1, i_n < N, i_hv, column, K, V, BK, BV
+            StateAt(states.S0, states.s_S0, i_n, begins),
+            StateAt(segments.entering, segments.s_entering, i_border - 1, i_n < N),
+            i_hv, column, K, V, BK, BV,
         )  # fmt: skip
         if not CHANNEL:
             total = tl.load(x_total + i_tile, mask=length > 0, other=0.0)
@@ -314,92 +362,91 @@ def wyfold_scan_bwd_triton(
             if not CHANNEL:
                 next_total = tl.load(x_total + i_tile + (i + 1) * HV, mask=length > (i + 1) * BT, other=0.0)
             b_S = _forward_step(
-                b_S, total, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, p_W, x_S, x_e,
-                i_tile + i * HV, b, t + i * BT, i_h, i_hv, column, length - i * BT, T,
-                K, V, BT, BK, BV, CHANNEL, FOLDED, USE_TMA, USE_TMA, OP, PRECISION,
+                b_S, total, inputs, results, tokens, i_tile + i * HV,
+                TokenRows(b, t + i * BT, length - i * BT, T), i_h, i_hv, column, SIZES, FLAGS, USE_TMA,
             )  # fmt: skip
             total = next_total
         if USE_TMA:
             if steps * BT < length:
                 _forward_step(
-                    b_S, total, x_k, s_k, x_v, s_v, x_rows, x_total, x_E, p_W, x_S, x_e,
-                    i_tile + steps * HV, b, t + steps * BT, i_h, i_hv, column, length - steps * BT, T,
-                    K, V, BT, BK, BV, CHANNEL, FOLDED, USE_TMA, False, OP, PRECISION,
+                    b_S, total, inputs, results, tokens, i_tile + steps * HV,
+                    TokenRows(b, t + steps * BT, length - steps * BT, T), i_h, i_hv, column, SIZES, FLAGS, False,
                 )  # fmt: skip
+
+
+class Inputs(NamedTuple):
+    """Descriptors of what a chunk's step reads, or pointers without TMA: tokens, and the tiles of `prepare`."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    rows: Any
+    total: Any
+    E: Any
 
 
 @triton.jit
 def _reverse_step(
     b_dS,
     total,
-    x_q,
-    s_q,
-    x_k,
-    s_k,
-    x_do,
-    s_do,
-    x_rows,
-    x_total,
-    x_E,
-    p_F,
-    p_W,
-    x_dS,
-    x_X,
+    inputs,
+    results,
+    tokens,
     i_tile,
-    b,
-    t,
+    at,
     i_h,
     i_hv,
     column,
-    rows,
-    T,
     scale,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    CHANNEL: tl.constexpr,
-    FOLDED: tl.constexpr,
-    USE_TMA: tl.constexpr,
+    SIZES: tl.constexpr,
+    FLAGS: tl.constexpr,
     FULL: tl.constexpr,
-    OP: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Write dS and X of a chunk; return the gradient of the state entering it. FULL: all its rows are tokens.
 
     scale: Factor of do, in units.
     """
+    K: tl.constexpr = SIZES.K
+    V: tl.constexpr = SIZES.V
+    BT: tl.constexpr = SIZES.BT
+    BK: tl.constexpr = SIZES.BK
+    BV: tl.constexpr = SIZES.BV
+    CHANNEL: tl.constexpr = FLAGS.CHANNEL
+    FOLDED: tl.constexpr = FLAGS.FOLDED
+    USE_TMA: tl.constexpr = FLAGS.USE_TMA
+    OP: tl.constexpr = FLAGS.OP
+    PRECISION: tl.constexpr = FLAGS.PRECISION
     if CHANNEL:
-        b_k = load_tile_block(x_k, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
-        b_q = load_tile_block(x_q, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
+        b_k = load_tile_block(inputs.k, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
+        b_q = load_tile_block(inputs.q, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
     else:
-        b_k = load_token_block(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, USE_TMA, FULL)
-        b_q = load_token_block(x_q, s_q, b, t, i_h, 0, rows, T, K, BT, BK, USE_TMA, FULL)
-    b_do = load_token_block(x_do, s_do, b, t, i_hv, column, rows, T, V, BT, BV, USE_TMA, FULL)
-    b_FT = load_upper(p_F, i_tile, BT)
+        b_k = load_token_block(inputs.k, tokens.s_k, at, i_h, 0, K, BT, BK, USE_TMA, FULL)
+        b_q = load_token_block(inputs.q, tokens.s_q, at, i_h, 0, K, BT, BK, USE_TMA, FULL)
+    b_do = load_token_block(inputs.do, tokens.s_do, at, i_hv, column, V, BT, BV, USE_TMA, FULL)
+    b_FT = load_upper(tokens.F, i_tile, BT)
 
-    store_tile_block(x_dS, i_tile, column, 0, b_dS, V, K, BV, BK, USE_TMA)
+    store_tile_block(results.dS, i_tile, column, 0, b_dS, V, K, BV, BK, USE_TMA)
     if FOLDED:
-        b_E = load_tile_block(x_E, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
+        b_E = load_tile_block(inputs.E, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
         b_dY = mm(b_dS, tl.trans(b_E), None, OP, PRECISION)
     else:
         b_dY = mm(b_dS, tl.trans(b_k), None, OP, PRECISION)
-    b_in_k, b_in_q, b_out, b_beta = load_row_factors(x_rows, i_tile, BT, USE_TMA)
+    b_in_k, b_in_q, b_out, b_beta = load_row_factors(inputs.rows, i_tile, BT, USE_TMA)
     # Never taken. It puts do^T into the accumulator's layout, which the next products read as their left operand.
-    b_doT = tl.where(rows < 0, b_dY.to(b_do.dtype), tl.trans(b_do))
+    b_doT = tl.where(at.rows < 0, b_dY.to(b_do.dtype), tl.trans(b_do))
     b_X = mm(b_doT, tl.trans(b_FT), None, OP, PRECISION) * scale
     if FOLDED:
         b_X += b_dY
     else:
-        b_WT = load_upper(p_W, i_tile, BT)
+        b_WT = load_upper(tokens.W, i_tile, BT)
         b_divisor = nonzero_beta(b_beta)
         b_dR = mm_unit_diagonal(b_dY, (b_out * b_divisor)[None, :], tl.trans(b_WT), OP, PRECISION)
         b_X += b_dR * (1.0 / b_divisor)[None, :]
-    store_tile_block(x_X, i_tile, 0, column, tl.trans(b_X), BT, V, BT, BV, USE_TMA)
+    store_tile_block(results.X, i_tile, 0, column, tl.trans(b_X), BT, V, BT, BV, USE_TMA)
     b_doT = b_doT.to(tl.float32) * (b_in_q * scale)[None, :]
     if CHANNEL:
-        total = load_vector(x_total, i_tile, K, BK, USE_TMA)[None, :]
+        total = load_vector(inputs.total, i_tile, K, BK, USE_TMA)[None, :]
     return retreat(b_dS, total, b_doT, b_q, b_X * (b_beta * b_in_k)[None, :], b_k, OP, PRECISION)
 
 
@@ -407,56 +454,48 @@ def _reverse_step(
 def _forward_step(
     b_S,
     total,
-    x_k,
-    s_k,
-    x_v,
-    s_v,
-    x_rows,
-    x_total,
-    x_E,
-    p_W,
-    x_S,
-    x_e,
+    inputs,
+    results,
+    tokens,
     i_tile,
-    b,
-    t,
+    at,
     i_h,
     i_hv,
     column,
-    rows,
-    T,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    CHANNEL: tl.constexpr,
-    FOLDED: tl.constexpr,
-    USE_TMA: tl.constexpr,
+    SIZES: tl.constexpr,
+    FLAGS: tl.constexpr,
     FULL: tl.constexpr,
-    OP: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Write S and e of a chunk; return the state leaving it. FULL: all its rows are tokens."""
+    K: tl.constexpr = SIZES.K
+    V: tl.constexpr = SIZES.V
+    BT: tl.constexpr = SIZES.BT
+    BK: tl.constexpr = SIZES.BK
+    BV: tl.constexpr = SIZES.BV
+    CHANNEL: tl.constexpr = FLAGS.CHANNEL
+    FOLDED: tl.constexpr = FLAGS.FOLDED
+    USE_TMA: tl.constexpr = FLAGS.USE_TMA
+    OP: tl.constexpr = FLAGS.OP
+    PRECISION: tl.constexpr = FLAGS.PRECISION
     if CHANNEL:
-        b_k = load_tile_block(x_k, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
-        total = load_vector(x_total, i_tile, K, BK, USE_TMA)[None, :]
+        b_k = load_tile_block(inputs.k, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
+        total = load_vector(inputs.total, i_tile, K, BK, USE_TMA)[None, :]
     else:
-        b_k = load_token_block(x_k, s_k, b, t, i_h, 0, rows, T, K, BT, BK, USE_TMA, FULL)
-    b_v = load_token_block(x_v, s_v, b, t, i_hv, column, rows, T, V, BT, BV, USE_TMA, FULL)
-    b_WT = load_upper(p_W, i_tile, BT)
+        b_k = load_token_block(inputs.k, tokens.s_k, at, i_h, 0, K, BT, BK, USE_TMA, FULL)
+    b_v = load_token_block(inputs.v, tokens.s_v, at, i_hv, column, V, BT, BV, USE_TMA, FULL)
+    b_WT = load_upper(tokens.W, i_tile, BT)
 
-    store_tile_block(x_S, i_tile, column, 0, b_S, V, K, BV, BK, USE_TMA)
+    store_tile_block(results.S, i_tile, column, 0, b_S, V, K, BV, BK, USE_TMA)
     b_Sk = mm(b_S, tl.trans(b_k), None, OP, PRECISION)
-    b_in_k, _, b_out, b_beta = load_row_factors(x_rows, i_tile, BT, USE_TMA)
+    b_in_k, _, b_out, b_beta = load_row_factors(inputs.rows, i_tile, BT, USE_TMA)
     b_R = residual(b_v, b_Sk, b_in_k)
     if FOLDED:
         b_e = mm_unit_diagonal(b_R, None, b_WT, OP, PRECISION)
     else:
         b_e = mm(b_R, b_WT, None, OP, PRECISION)
-    store_tile_block(x_e, i_tile, 0, column, tl.trans(b_e), BT, V, BT, BV, USE_TMA)
+    store_tile_block(results.e, i_tile, 0, column, tl.trans(b_e), BT, V, BT, BV, USE_TMA)
     if FOLDED:
-        b_E = load_tile_block(x_E, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
+        b_E = load_tile_block(inputs.E, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
         return advance(b_S, total, b_R * b_beta[None, :], b_E, OP, PRECISION)
     else:
         return advance(b_S, total, b_e * (b_beta * b_out)[None, :], b_k, OP, PRECISION)

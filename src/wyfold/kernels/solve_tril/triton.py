@@ -11,7 +11,7 @@ from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import LaunchKey, dtype_word, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.triton_support import interpreting
-from wyfold.tile.index.triton import chunk_span
+from wyfold.tile.index.triton import Packing, chunk_span
 from wyfold.tile.inverse.triton import inverse_by_substitution, merge_halves, off_diagonal_block
 
 
@@ -80,7 +80,7 @@ def wyfold_solve_tril_triton(
     HEADS: tl.constexpr = 64 // BT
     i = tl.program_id(0).to(tl.int64)
     i_c, i_h = i // GROUPS, i % GROUPS * HEADS
-    i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
+    i_n, _, b, t, rows = chunk_span(i_c, Packing(p_cu, p_first, p_sequence), T, per_sequence, PACKED, BT)
     p_L += b * s_L[0] + t * s_L[1] + i_h * s_L[2]
     p_X += b * s_X[0] + t * s_X[1] + i_h * s_X[2]
     heads = H - i_h

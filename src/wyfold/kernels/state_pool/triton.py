@@ -11,7 +11,7 @@ from wyfold.kernels.records import Slots
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import Config, LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
-from wyfold.tile.index.triton import store_tokens, strides
+from wyfold.tile.index.triton import TokenRows, store_tokens, strides
 
 CLEAR_ROWS: tl.constexpr = tl.constexpr(16)
 """Output rows zeroed per step."""
@@ -184,7 +184,7 @@ def wyfold_state_pool_triton(
                 zeros = tl.zeros((CLEAR_ROWS, BV), tl.float32)
                 for row in range(0, length, CLEAR_ROWS):
                     rows = tl.minimum(length - row, CLEAR_ROWS).to(tl.int32)
-                    store_tokens(p_o, s_o, b, t + row, i_hv, 0, rows, zeros, V, CLEAR_ROWS, BV)
+                    store_tokens(p_o, s_o, TokenRows(b, t + row, rows), i_hv, 0, zeros, V)
 
 
 @triton.jit(do_not_specialize=["s_where", "N", "each", "slots", "kept_slots", "pad"])

@@ -41,12 +41,13 @@ from wyfold.kernels.ttt.triton import (
     wyfold_ttt_parameters_triton,
     wyfold_ttt_replay_triton,
 )
+from wyfold.kernels.ttt.triton.tiles import Inputs, States
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.dot.triton import bf16_parts
 from wyfold.tile.index.gluon import barrier, clear_rows, gluon_descriptors, tma_load
-from wyfold.tile.index.triton import TmaDescriptor, sequence_span, strides, token_descriptor
+from wyfold.tile.index.triton import Packing, TmaDescriptor, sequence_span, strides, token_descriptor
 from wyfold.tile.inner.triton import add_five
 from wyfold.tile.state.gluon import state_offsets
 
@@ -93,40 +94,41 @@ def ttt(
     HV, D = x.v.shape[2:]
     config = tuned("ttt.gluon", forward_scan_key(x.q.dtype, D, chunk_size), x.q.device)
     N, S, c, X, rows = borders or (None,) * 5
+    x_q, x_k, x_v = gluon_descriptors(descriptors)
     launch_kernel(
         wyfold_ttt_gluon,
         grid.sequences * HV,
-        *gluon_descriptors(descriptors),
-        *(descriptor.base.stride(2) for descriptor in descriptors if descriptor is not None),
-        x.w,
-        x.w.stride(),
-        x.u,
-        x.u.stride(),
-        x.eta,
-        x.eta.stride(),
-        x.col,
-        strides(x.col),
-        entering.S,
-        strides(entering.S),
-        entering.c,
-        strides(entering.c),
-        leaving.S,
-        strides(leaving.S),
-        leaving.c,
-        strides(leaving.c),
-        o,
-        N,
-        X,
-        S,
-        c,
-        rows,
-        grid.cu,
-        grid.first,
-        grid.sequences,
-        grid.tokens,
-        grid.per_sequence,
-        scale,
-        eps,
+        x_q=x_q,
+        x_k=x_k,
+        x_v=x_v,
+        tokens=Inputs(
+            w=x.w,
+            s_w=x.w.stride(),
+            u=x.u,
+            s_u=x.u.stride(),
+            eta=x.eta,
+            s_eta=x.eta.stride(),
+            col=x.col,
+            s_col=strides(x.col),
+        ),
+        heads=Heads(h_q=x_q.base.stride(2), h_k=x_k.base.stride(2), h_v=x_v.base.stride(2)),
+        states=States(
+            S0=entering.S,
+            s_S0=strides(entering.S),
+            c0=entering.c,
+            s_c0=strides(entering.c),
+            ST=leaving.S,
+            s_ST=strides(leaving.S),
+            cT=leaving.c,
+            s_cT=strides(leaving.c),
+        ),
+        results=Results(o=o, N=N, X=X, S=S, c=c, rows=rows),
+        packing=Packing(cu=grid.cu, first=grid.first),
+        N=grid.sequences,
+        T=grid.tokens,
+        per_sequence=grid.per_sequence,
+        scale=scale,
+        eps=eps,
         H=x.q.shape[2],
         HV=HV,
         D=D,
@@ -261,38 +263,35 @@ class Coords(NamedTuple):
     padding: Any
 
 
+class Heads(NamedTuple):
+    """Kernel argument: distances between heads of q, k and v."""
+
+    h_q: Any
+    h_k: Any
+    h_v: Any
+
+
+class Results(NamedTuple):
+    """Kernel argument: output and `SegmentBorders`, contiguous, written; the latter None where no backward follows."""
+
+    o: Any
+    N: Any
+    X: Any
+    S: Any
+    c: Any
+    rows: Any
+
+
 @gluon.jit(do_not_specialize=["N", "T", "per_sequence", "scale", "eps"])
 def wyfold_ttt_gluon(
     x_q,
     x_k,
     x_v,
-    h_q,
-    h_k,
-    h_v,
-    p_w,
-    s_w,
-    p_u,
-    s_u,
-    p_eta,
-    s_eta,
-    p_col,
-    s_col,
-    p_S0,
-    s_S0,
-    p_c0,
-    s_c0,
-    p_ST,
-    s_ST,
-    p_cT,
-    s_cT,
-    p_o,
-    p_N,
-    p_X,
-    p_S,
-    p_c,
-    p_rows,
-    p_cu,
-    p_first,
+    tokens,
+    heads,
+    states,
+    results,
+    packing,
     N,
     T,
     per_sequence,
@@ -310,11 +309,11 @@ def wyfold_ttt_gluon(
     PREPARE: gl.constexpr,
 ):
     """One program runs a sequence of one value head. READ and PREPARE are registers per thread of these groups."""
-    FOR_BACKWARD: gl.constexpr = p_N is not None
+    FOR_BACKWARD: gl.constexpr = results.N is not None
     pid = gl.program_id(0).to(gl.int64)
     i_n, i_hv = pid // HV, pid % HV
     i_h = i_hv // (HV // H)
-    i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
+    i_c, b, t, length = sequence_span(i_n, packing, T, per_sequence, PACKED)
     segments = ((length + SEGMENT - 1) // SEGMENT).to(gl.int32)
     padding = i_n * 0
     if PACKED:
@@ -361,10 +360,13 @@ def wyfold_ttt_gluon(
         q, k, v, wt, row_numbers, stage_N, stage_X, row_stats, stage_S, stage_c, z, high, low, out,
         loaded, prepared, scanned, free,
     )  # fmt: skip
-    inputs = TmaInputs(x_q, x_k, x_v, (i_h * h_q).to(gl.int32), (i_h * h_k).to(gl.int32), (i_hv * h_v).to(gl.int32))
+    inputs = TmaInputs(
+        x_q, x_k, x_v, (i_h * heads.h_q).to(gl.int32), (i_h * heads.h_k).to(gl.int32), (i_hv * heads.h_v).to(gl.int32)
+    )
     gmem = Globals(
-        p_w, s_w, p_u, s_u, p_eta, s_eta, p_col, s_col, p_S0, s_S0, p_c0, s_c0, p_ST, s_ST, p_cT, s_cT,
-        p_o, p_N, p_X, p_S, p_c, p_rows,
+        tokens.w, tokens.s_w, tokens.u, tokens.s_u, tokens.eta, tokens.s_eta, tokens.col, tokens.s_col, states.S0,
+        states.s_S0, states.c0, states.s_c0, states.ST, states.s_ST, states.cT, states.s_cT, results.o, results.N,
+        results.X, results.S, results.c, results.rows,
     )  # fmt: skip
     coords = Coords(i_n, i_hv, i_c * HV + i_hv, b, t, (b * T + t).to(gl.int32), length, segments, padding)
     gl.warp_specialize(

@@ -6,13 +6,15 @@ sequence's position, so the position is advanced only in the second launch.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from wyfold.kernels.records import Slots
 from wyfold.kernels.ttt import TTTInputs
-from wyfold.kernels.ttt.triton.tiles import load_inner_state, load_parameter, store_inner_state
+from wyfold.kernels.ttt.triton.tiles import Inputs, load_inner_state, load_parameter, store_inner_state
 from wyfold.kernels.ttt_decode import Pools
 from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
@@ -39,38 +41,39 @@ def ttt_decode(x: TTTInputs, pools: Pools, slots: Slots, chunk_size: int, scale:
     launch_kernel(
         wyfold_ttt_decode_triton,
         N * HV,
-        x.q,
-        x.q.stride(),
-        x.k,
-        x.k.stride(),
-        x.v,
-        x.v.stride(),
-        x.w,
-        x.w.stride(),
-        x.u,
-        x.u.stride(),
-        x.eta,
-        x.eta.stride(),
-        x.col,
-        strides(x.col),
-        pools.S,
-        pools.S.stride(),
-        pools.c,
-        pools.c.stride(),
-        pools.G,
-        pools.G.stride(),
-        pools.a,
-        pools.a.stride(),
-        pools.position,
-        pools.position.stride(),
-        slots.source,
-        strides(slots.source),
-        o,
-        o.stride(),
-        pools.S.shape[0],
-        slots.pad,
-        scale,
-        eps,
+        inputs=Inputs(
+            q=x.q,
+            s_q=x.q.stride(),
+            k=x.k,
+            s_k=x.k.stride(),
+            v=x.v,
+            s_v=x.v.stride(),
+            w=x.w,
+            s_w=x.w.stride(),
+            u=x.u,
+            s_u=x.u.stride(),
+            eta=x.eta,
+            s_eta=x.eta.stride(),
+            col=x.col,
+            s_col=strides(x.col),
+        ),
+        pools=PoolMemory(
+            S=pools.S,
+            s_S=pools.S.stride(),
+            c=pools.c,
+            s_c=pools.c.stride(),
+            G=pools.G,
+            s_G=pools.G.stride(),
+            a=pools.a,
+            s_a=pools.a.stride(),
+            position=pools.position,
+            s_position=pools.position.stride(),
+        ),
+        rows=Rows(source=slots.source, s_source=strides(slots.source), o=o, s_o=o.stride()),
+        slots=pools.S.shape[0],
+        pad=slots.pad,
+        scale=scale,
+        eps=eps,
         H=x.q.shape[2],
         HV=HV,
         D=D,
@@ -101,36 +104,42 @@ def launch_key(D: int) -> LaunchKey:
     return LaunchKey(K=D, V=D)
 
 
+class PoolMemory(NamedTuple):
+    """Kernel argument: the pools, each with its strides."""
+
+    S: Any
+    s_S: Any
+    c: Any
+    s_c: Any
+    G: Any
+    s_G: Any
+    a: Any
+    s_a: Any
+    position: Any
+    s_position: Any
+    end: None = None
+
+
+class Rows(NamedTuple):
+    """Kernel argument: what there is of every row, each with its strides.
+
+    Attributes:
+        source, s_source: Slot of the row, or None.
+        o, s_o: Output, written.
+    """
+
+    source: Any
+    s_source: Any
+    o: Any
+    s_o: Any
+    end: None = None
+
+
 @triton.jit(do_not_specialize=["slots", "pad", "scale", "eps"])
 def wyfold_ttt_decode_triton(
-    p_q,
-    s_q,
-    p_k,
-    s_k,
-    p_v,
-    s_v,
-    p_w,
-    s_w,
-    p_u,
-    s_u,
-    p_eta,
-    s_eta,
-    p_col,
-    s_col,
-    p_S,
-    s_S,
-    p_c,
-    s_c,
-    p_G,
-    s_G,
-    p_a,
-    s_a,
-    p_position,
-    s_position,
-    p_source,
-    s_source,
-    p_o,
-    s_o,
+    inputs,
+    pools,
+    rows,
     slots,
     pad,
     scale,
@@ -150,22 +159,22 @@ def wyfold_ttt_decode_triton(
     i_n, i_hv = pid // HV, pid % HV
     i_h = i_hv // (HV // H)
     o_v = tl.arange(0, BD)
-    p_out = p_o + i_n * s_o[0] + i_hv * s_o[2] + o_v * s_o[3]
-    slot = slot_of(p_source, s_source, i_n)
+    p_out = rows.o + i_n * rows.s_o[0] + i_hv * rows.s_o[2] + o_v * rows.s_o[3]
+    slot = slot_of(rows.source, rows.s_source, i_n)
     if (slot <= pad) | (slot >= slots):
-        tl.store(p_out, tl.zeros((BD,), tl.float32).to(p_o.dtype.element_ty), mask=o_v < D)
+        tl.store(p_out, tl.zeros((BD,), tl.float32).to(rows.o.dtype.element_ty), mask=o_v < D)
         return
-    b_q = load_parameter(p_q + i_n * s_q[0], (s_q[2], s_q[3]), i_h, D, BD)
-    b_k = load_parameter(p_k + i_n * s_k[0], (s_k[2], s_k[3]), i_h, D, BD)
-    b_v = load_parameter(p_v + i_n * s_v[0], (s_v[2], s_v[3]), i_hv, D, BD)
-    b_w, b_u = load_parameter(p_w, s_w, i_hv, D, BD), load_parameter(p_u, s_u, i_hv, D, BD)
-    e = tl.load(p_eta + i_n * s_eta[0] + i_hv * s_eta[2]).to(tl.float32)
+    b_q = load_parameter(inputs.q + i_n * inputs.s_q[0], (inputs.s_q[2], inputs.s_q[3]), i_h, D, BD)
+    b_k = load_parameter(inputs.k + i_n * inputs.s_k[0], (inputs.s_k[2], inputs.s_k[3]), i_h, D, BD)
+    b_v = load_parameter(inputs.v + i_n * inputs.s_v[0], (inputs.s_v[2], inputs.s_v[3]), i_hv, D, BD)
+    b_w, b_u = load_parameter(inputs.w, inputs.s_w, i_hv, D, BD), load_parameter(inputs.u, inputs.s_u, i_hv, D, BD)
+    e = tl.load(inputs.eta + i_n * inputs.s_eta[0] + i_hv * inputs.s_eta[2]).to(tl.float32)
     b_factor = tl.full((1,), 1.0, tl.float32)
-    if p_col is not None:
-        b_factor *= tl.load(p_col + i_n * s_col[0] + i_hv * s_col[2]).to(tl.float32)
-    position = tl.load(p_position + slot * s_position[0])
-    b_S, b_c = load_inner_state(p_S, s_S, p_c, s_c, slot, i_hv, D, BD)
-    b_G, b_a = load_inner_state(p_G, s_G, p_a, s_a, slot, i_hv, D, BD)
+    if inputs.col is not None:
+        b_factor *= tl.load(inputs.col + i_n * inputs.s_col[0] + i_hv * inputs.s_col[2]).to(tl.float32)
+    position = tl.load(pools.position + slot * pools.s_position[0])
+    b_S, b_c = load_inner_state(pools.S, pools.s_S, pools.c, pools.s_c, slot, i_hv, D, BD)
+    b_G, b_a = load_inner_state(pools.G, pools.s_G, pools.a, pools.s_a, slot, i_hv, D, BD)
 
     b_z = tl.sum(b_S * b_k[None, :], axis=1) + b_c
     b_wt = b_w * (b_u - b_v + b_k)
@@ -181,11 +190,11 @@ def wyfold_ttt_decode_triton(
     if ON_Q:
         b_raw = b_q[None, :]
     b_out, _, _ = residual_norm(b_h[None, :], b_mean, b_w[None, :], b_u[None, :], b_raw, eps, D, 1)
-    tl.store(p_out, tl.reshape(b_out, (BD,)).to(p_o.dtype.element_ty), mask=o_v < D)
+    tl.store(p_out, tl.reshape(b_out, (BD,)).to(rows.o.dtype.element_ty), mask=o_v < D)
     if position + 1 >= C:
-        store_inner_state(p_S, s_S, p_c, s_c, slot, i_hv, b_S - e * b_G, b_biased, D, BD)
+        store_inner_state(pools.S, pools.s_S, pools.c, pools.s_c, slot, i_hv, b_S - e * b_G, b_biased, D, BD)
         b_G, b_a = tl.zeros((BD, BD), tl.float32), tl.zeros((BD,), tl.float32)
-    store_inner_state(p_G, s_G, p_a, s_a, slot, i_hv, b_G, b_a, D, BD)
+    store_inner_state(pools.G, pools.s_G, pools.a, pools.s_a, slot, i_hv, b_G, b_a, D, BD)
 
 
 @triton.jit(do_not_specialize=["N", "slots", "pad"])

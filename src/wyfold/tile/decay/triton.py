@@ -6,7 +6,7 @@ the contraction; `channel` splits it for the grams and their adjoint.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -47,19 +47,49 @@ def gate_width(g: Tensor | None) -> int:
     return g.shape[3] if g is not None and g.ndim == 4 else 1
 
 
+class Gate(NamedTuple):
+    """Kernel argument: a call's gate.
+
+    Attributes:
+        g: Gate of every token, raw or its log; None without a gate.
+        s_g: Strides of g.
+        A_log, dt_bias: Parameters of an activation inside the kernel, contiguous; None without them.
+        lower_bound: Bound of the bounded activation.
+        clamp: Smallest log gate; the floor unless the caller requests one.
+    """
+
+    g: Any = None
+    s_g: Any = None
+    A_log: Any = None
+    dt_bias: Any = None
+    lower_bound: Any = None
+    clamp: Any = None
+    end: None = None
+
+
+class GateGradient(NamedTuple):
+    """Kernel argument: receives the gradients of a call's gate; None where a gradient is not requested.
+
+    Attributes:
+        g: Gradient of every token's gate.
+        s_g: Strides of g.
+        A_log: [tiles, slices of K or 1] float32 terms of A_log's gradient.
+        dt_bias: [tiles, K or 1] float32 terms of dt_bias's gradient.
+    """
+
+    g: Any
+    s_g: Any
+    A_log: Any
+    dt_bias: Any
+    end: None = None
+
+
 @triton.jit
 def load_gate(
-    p_g,
-    s_g,
-    p_A_log,
-    p_dt_bias,
-    b,
-    t,
+    gate,
+    at,
     h,
     column,
-    rows,
-    lower_bound,
-    clamp,
     GATE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     K: tl.constexpr,
@@ -73,25 +103,23 @@ def load_gate(
     if GATE == "none":
         return tl.zeros((BT,), tl.float32), tl.zeros((BT,), tl.float32)
     else:
-        x = load_raw_gate(p_g, s_g, b, t, h, column, rows, GATE, K, BT, BK)
-        g = log_gate(x, p_A_log, p_dt_bias, h, column, lower_bound, clamp, GATE, ACTIVATION, K, BK)
+        x = load_raw_gate(gate, at, h, column, GATE, K, BT, BK)
+        g = log_gate(x, gate, h, column, GATE, ACTIVATION, K, BK)
         o_r = tl.arange(0, BT)
         if GATE == "channel":
             o_k = column + tl.arange(0, BK)
-            return x, tl.where((o_r < rows)[:, None] & (o_k < K)[None, :], g, 0.0)
+            return x, tl.where((o_r < at.rows)[:, None] & (o_k < K)[None, :], g, 0.0)
         else:
-            return x, tl.where(o_r < rows, g, 0.0)
+            return x, tl.where(o_r < at.rows, g, 0.0)
 
 
 @triton.jit
-def load_raw_gate(
-    p_g, s_g, b, t, h, column, rows, GATE: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr
-):
+def load_raw_gate(gate, at, h, column, GATE: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
     """Load the raw gate as float32.   [BT, BK] for a channel gate, from channel `column` on, else [BT]"""
     if GATE == "channel":
-        return load_tokens(p_g, s_g, b, t, h, column, rows, K, BT, BK).to(tl.float32)
+        return load_tokens(gate.g, gate.s_g, at, h, column, K, BT, BK).to(tl.float32)
     else:
-        return load_token_scalars(p_g, s_g, b, t, h, rows, BT)
+        return load_token_scalars(gate.g, gate.s_g, at, h, BT)
 
 
 @triton.jit
@@ -111,24 +139,12 @@ def load_gate_parameters(p_A_log, p_dt_bias, h, column, GATE: tl.constexpr, K: t
 
 
 @triton.jit
-def log_gate(
-    x,
-    p_A_log,
-    p_dt_bias,
-    h,
-    column,
-    lower_bound,
-    clamp,
-    GATE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-):
+def log_gate(x, gate, h, column, GATE: tl.constexpr, ACTIVATION: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
     """Log gate from the raw gate, as `eager.log_gate`; without a requested clamp, `clamp` is the floor."""
     rate, bias = 1.0, 0.0
     if ACTIVATION != "given":
-        rate, bias = load_gate_parameters(p_A_log, p_dt_bias, h, column, GATE, K, BK)
-    return activated(x, rate, bias, lower_bound, clamp, ACTIVATION)
+        rate, bias = load_gate_parameters(gate.A_log, gate.dt_bias, h, column, GATE, K, BK)
+    return activated(x, rate, bias, gate.lower_bound, gate.clamp, ACTIVATION)
 
 
 @triton.jit
@@ -284,28 +300,17 @@ def scalar_rows(b_G, GATE: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def log_gate_bwd(
-    x,
-    b_dg,
-    p_A_log,
-    p_dt_bias,
-    h,
-    column,
-    lower_bound,
-    clamp,
-    CLAMPED: tl.constexpr,
-    GATE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-):
+    x, b_dg, gate, h, column,
+    CLAMPED: tl.constexpr, GATE: tl.constexpr, ACTIVATION: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
     """Adjoint of `log_gate`: gradients of x, and of A_log before its sum over rows and channels, shaped like x."""
     if GATE == "none":
         return b_dg, b_dg
     else:
         rate, bias = 1.0, 0.0
         if ACTIVATION != "given":
-            rate, bias = load_gate_parameters(p_A_log, p_dt_bias, h, column, GATE, K, BK)
-        return activated_bwd(x, b_dg, rate, bias, lower_bound, clamp, CLAMPED, ACTIVATION)
+            rate, bias = load_gate_parameters(gate.A_log, gate.dt_bias, h, column, GATE, K, BK)
+        return activated_bwd(x, b_dg, rate, bias, gate.lower_bound, gate.clamp, CLAMPED, ACTIVATION)
 
 
 @triton.jit
@@ -332,54 +337,37 @@ def activated_bwd(x, b_dg, rate, bias, lower_bound, clamp, CLAMPED: tl.constexpr
 
 
 @triton.jit
-def store_gate_gradient(
-    p_dg,
-    s_dg,
-    p_dA_log,
-    p_ddt_bias,
-    i_tile,
-    b,
-    t,
-    h,
-    column,
-    rows,
-    b_dx,
-    b_dA,
-    opaque_zero,
-    GATE: tl.constexpr,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-):
+def store_gate_gradient(dgate, i_tile, at, h, column, b_dx, b_dA, opaque_zero, GATE: tl.constexpr, K: tl.constexpr):
     """Store a gate's gradient to its tokens, and this tile's terms of the parameters' gradients.
 
     Args:
-        p_dA_log, p_ddt_bias: [tiles, slices of K or 1] and [tiles, K or 1], float32, or None.
+        dgate: A `GateGradient`.
         b_dx, b_dA: From `log_gate_bwd`: [BT / NEAR, NEAR, BK] for the channels from `column` on, or [BT].
         opaque_zero: As of `load_sub_chunks`.
     """
     # Summed as a tile's row: for sm_100, Triton 3.6 fails to compile a one-dimensional sum of a product.
     o_one = i_tile + tl.arange(0, 1)
-    o_r = tl.arange(0, BT)
     if GATE == "channel":
+        BK: tl.constexpr = b_dx.shape[2]
         NK: tl.constexpr = (K + BK - 1) // BK
-        o_n, o_k = tl.arange(0, BT // NEAR)[:, None], column + tl.arange(0, BK)
-        valid = (o_n * NEAR + tl.arange(0, NEAR)[None, :] < rows)[:, :, None] & (o_k < K)[None, None, :]
-        if p_dg is not None:
-            store_token_sub_chunks(p_dg, s_dg, b, t, h, column, rows, b_dx, opaque_zero, K, BT, BK, NEAR)
-        if p_ddt_bias is not None:
+        o_n, o_k = tl.arange(0, b_dx.shape[0])[:, None], column + tl.arange(0, BK)
+        valid = (o_n * NEAR + tl.arange(0, NEAR)[None, :] < at.rows)[:, :, None] & (o_k < K)[None, None, :]
+        if dgate.g is not None:
+            store_token_sub_chunks(dgate.g, dgate.s_g, at, h, column, b_dx, opaque_zero, K)
+        if dgate.dt_bias is not None:
             b_sum = tl.sum(tl.sum(tl.where(valid, b_dx, 0.0), axis=1), axis=0)
-            tl.store(p_ddt_bias + i_tile * K + o_k, b_sum, mask=o_k < K)
-        if p_dA_log is not None:
+            tl.store(dgate.dt_bias + i_tile * K + o_k, b_sum, mask=o_k < K)
+        if dgate.A_log is not None:
             b_sum = tl.sum(tl.sum(tl.where(valid, b_dA, 0.0), axis=1), axis=0)
-            tl.store(p_dA_log + o_one * NK + column // BK, tl.sum(b_sum[None, :], axis=1))
+            tl.store(dgate.A_log + o_one * NK + column // BK, tl.sum(b_sum[None, :], axis=1))
     elif GATE == "scalar":
-        if p_dg is not None:
-            store_token_scalars(p_dg, s_dg, b, t, h, rows, b_dx, BT)
-        if p_ddt_bias is not None:
-            tl.store(p_ddt_bias + o_one, tl.sum(tl.where(o_r < rows, b_dx, 0.0)[None, :], axis=1))
-        if p_dA_log is not None:
-            tl.store(p_dA_log + o_one, tl.sum(tl.where(o_r < rows, b_dA, 0.0)[None, :], axis=1))
+        o_r = tl.arange(0, b_dx.shape[0])
+        if dgate.g is not None:
+            store_token_scalars(dgate.g, dgate.s_g, at, h, b_dx, b_dx.shape[0])
+        if dgate.dt_bias is not None:
+            tl.store(dgate.dt_bias + o_one, tl.sum(tl.where(o_r < at.rows, b_dx, 0.0)[None, :], axis=1))
+        if dgate.A_log is not None:
+            tl.store(dgate.A_log + o_one, tl.sum(tl.where(o_r < at.rows, b_dA, 0.0)[None, :], axis=1))
 
 
 @triton.jit

@@ -116,23 +116,23 @@ def clear_rows(tile, rows, BT: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def clear_tokens(p_o, s_o, b, t, h, rows, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr):
-    """Write zeros to a head's first `rows` rows."""
+def clear_tokens(p_o, s_o, at, h, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr):
+    """Write zeros to a head's rows that are tokens."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     o_r = gl.arange(0, BT, layout=gl.SliceLayout(1, L))
     o_v = gl.arange(0, BV, layout=gl.SliceLayout(0, L))
-    at = p_o + (b * s_o[0] + t * s_o[1] + h * s_o[2])
+    first = p_o + (at.b * s_o[0] + at.t * s_o[1] + h * s_o[2])
     offsets = o_r.to(gl.int64)[:, None] * s_o[1] + o_v.to(gl.int64)[None, :] * s_o[3]
     zeros = gl.zeros([BT, BV], p_o.dtype.element_ty, L)
-    gl.store(at + offsets, zeros, mask=(o_r < rows)[:, None] & (o_v < V)[None, :])
+    gl.store(first + offsets, zeros, mask=(o_r < at.rows)[:, None] & (o_v < V)[None, :])
 
 
 @gluon.jit
-def token_tile(p, s, b, t, h, rows, K: gl.constexpr, BT: gl.constexpr):
+def token_tile(p, s, at, h, K: gl.constexpr, BT: gl.constexpr):
     """Load a head's rows through pointers; rows past the last token are zero.   [BT, K]"""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     o_r = gl.arange(0, BT, layout=gl.SliceLayout(1, L))
     o_k = gl.arange(0, K, layout=gl.SliceLayout(0, L))
-    at = p + (b * s[0] + t * s[1] + h * s[2])
+    first = p + (at.b * s[0] + at.t * s[1] + h * s[2])
     offsets = o_r.to(gl.int64)[:, None] * s[1] + o_k.to(gl.int64)[None, :] * s[3]
-    return gl.load(at + offsets, mask=(o_r < rows)[:, None] & (o_k >= 0)[None, :], other=0.0)
+    return gl.load(first + offsets, mask=(o_r < at.rows)[:, None] & (o_k >= 0)[None, :], other=0.0)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -123,18 +123,64 @@ def require_descriptors(stage: str, descriptors: Sequence[Any] | None) -> Sequen
     return descriptors
 
 
+class Packing(NamedTuple):
+    """Kernel argument: boundaries of the sequences of a packed batch, and their chunks; all None without boundaries.
+
+    Attributes:
+        cu: [N + 1] tokens before each sequence, ascending.
+        first: [N + 1] first chunk of each sequence.
+        sequence: [chunks] sequence of each chunk; None in kernels whose programs are sequences.
+    """
+
+    cu: Any
+    first: Any
+    sequence: Any = None
+
+
+class Strength(NamedTuple):
+    """Kernel argument: write strength of every token.
+
+    Attributes:
+        beta, s_beta: [B, T, HV] strength or its logit, and its strides; None for strength 1.
+        most: Strength at which a logit saturates.
+        erases: 1.0, or 0.0 for writes that erase nothing; None in kernels that do not ask.
+    """
+
+    beta: Any
+    s_beta: Any
+    most: Any
+    erases: Any = None
+    end: None = None
+
+
+class TokenRows(NamedTuple):
+    """Rows of a chunk in the token tensors, inside kernels.
+
+    Attributes:
+        b: Row of the batch.
+        t: First token, in that row.
+        rows: Number of tokens, of which none follows.
+        T: Tokens of a row of the batch; None where no descriptor is used.
+    """
+
+    b: Any
+    t: Any
+    rows: Any
+    T: Any = None
+
+
 @triton.jit
-def chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED: tl.constexpr, BT: tl.constexpr):
+def chunk_span(i_c, packing, T, per_sequence, PACKED: tl.constexpr, BT: tl.constexpr):
     """Sequence of chunk i_c, its number in the sequence, buffer row, first token, and number of tokens.
 
     In a packed batch, unused chunks belong to the pseudo-sequence N; chunks past its end hold no token. The count is
     32-bit because every mask compares with it.
     """
     if PACKED:
-        i_n = tl.load(p_sequence + i_c)
-        i_s = i_c - tl.load(p_first + i_n)
-        t = tl.load(p_cu + i_n) + i_s * BT
-        rows = tl.load(p_cu + i_n + 1) - t
+        i_n = tl.load(packing.sequence + i_c)
+        i_s = i_c - tl.load(packing.first + i_n)
+        t = tl.load(packing.cu + i_n) + i_s * BT
+        rows = tl.load(packing.cu + i_n + 1) - t
         return i_n, i_s, i_n * 0, t, tl.maximum(tl.minimum(rows, BT), 0).to(tl.int32)
     else:
         i_n = i_c // per_sequence
@@ -144,11 +190,11 @@ def chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED: tl.const
 
 
 @triton.jit
-def sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED: tl.constexpr):
+def sequence_span(i_n, packing, T, per_sequence, PACKED: tl.constexpr):
     """First chunk of sequence i_n, its buffer row, first token, and length."""
     if PACKED:
-        t = tl.load(p_cu + i_n)
-        return tl.load(p_first + i_n), i_n * 0, t, tl.load(p_cu + i_n + 1) - t
+        t = tl.load(packing.cu + i_n)
+        return tl.load(packing.first + i_n), i_n * 0, t, tl.load(packing.cu + i_n + 1) - t
     else:
         return i_n * per_sequence, i_n, i_n * 0, i_n * 0 + T
 
@@ -188,25 +234,26 @@ def slot_coords(i_n, p_source, s_source, p_target, s_target, p_given, slots, pad
 
 
 @triton.jit
-def token_offsets(strides, b, t, h, column, rows, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr):
-    """Offsets and mask of rows t.. of head h in a token tensor [B, T, H, W], columns column..   [BT, BW]
+def token_offsets(strides, at, h, column, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr):
+    """Offsets and mask of rows of head h in a token tensor [B, T, H, W], columns column..   [BT, BW]
 
     column is a multiple of BW. If W is one too, the mask needs no test of columns.
     """
     o_r = tl.arange(0, BT)
     o_w = column + tl.arange(0, BW)
-    first = b * strides[0] + t * strides[1] + h * strides[2]
+    first = at.b * strides[0] + at.t * strides[1] + h * strides[2]
     offsets = first + o_r.to(tl.int64)[:, None] * strides[1] + o_w.to(tl.int64)[None, :] * strides[3]
-    if W % BW == 0:
-        return offsets, tl.broadcast_to((o_r < rows)[:, None], (BT, BW))
+    # Not W % BW: BW may be from a tile's shape, a constexpr in the interpreter, which has no such operation.
+    if W // BW * BW == W:
+        return offsets, tl.broadcast_to((o_r < at.rows)[:, None], (BT, BW))
     else:
-        return offsets, (o_r < rows)[:, None] & (o_w < W)[None, :]
+        return offsets, (o_r < at.rows)[:, None] & (o_w < W)[None, :]
 
 
 @triton.jit
-def load_tokens(p, strides, b, t, h, column, rows, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr):
+def load_tokens(p, strides, at, h, column, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr):
     """Load rows of one head; rows past the last token are zero.   [BT, BW]"""
-    offsets, mask = token_offsets(strides, b, t, h, column, rows, W, BT, BW)
+    offsets, mask = token_offsets(strides, at, h, column, W, BT, BW)
     return tl.load(p + offsets, mask=mask, other=0.0)
 
 
@@ -214,11 +261,9 @@ def load_tokens(p, strides, b, t, h, column, rows, W: tl.constexpr, BT: tl.const
 def load_sub_chunks(
     p,
     strides,
-    b,
-    t,
+    at,
     h,
     column,
-    rows,
     opaque_zero,
     W: tl.constexpr,
     BT: tl.constexpr,
@@ -232,33 +277,21 @@ def load_sub_chunks(
     along the rows of a sub-chunk then need no other thread.
     """
     offsets, o_i, o_n, o_w = _sub_chunk_offsets(strides[1], strides[3], column, opaque_zero, BT, BW, BR)
-    p_tile = p + (b * strides[0] + t * strides[1] + h * strides[2])
-    mask = o_i < rows - o_n
+    p_tile = p + (at.b * strides[0] + at.t * strides[1] + h * strides[2])
+    mask = o_i < at.rows - o_n
     if W % BW != 0:
         mask = mask & (o_w < W)
     return tl.load(p_tile + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
-def store_token_sub_chunks(
-    p,
-    strides,
-    b,
-    t,
-    h,
-    column,
-    rows,
-    x,
-    opaque_zero,
-    W: tl.constexpr,
-    BT: tl.constexpr,
-    BW: tl.constexpr,
-    BR: tl.constexpr,
-):
-    """`store_tokens` of sub-chunks [BT / BR, BR, BW]."""
-    offsets, o_i, o_n, o_w = _sub_chunk_offsets(strides[1], strides[3], column, opaque_zero, BT, BW, BR)
-    p_tile = p + (b * strides[0] + t * strides[1] + h * strides[2])
-    tl.store(p_tile + offsets, x.to(p.dtype.element_ty), mask=(o_i < rows - o_n) & (o_w < W))
+def store_token_sub_chunks(p, strides, at, h, column, x, opaque_zero, W: tl.constexpr):
+    """`store_tokens` of sub-chunks x [BT / BR, BR, BW]."""
+    BR: tl.constexpr = x.shape[1]
+    BT: tl.constexpr = x.shape[0] * BR
+    offsets, o_i, o_n, o_w = _sub_chunk_offsets(strides[1], strides[3], column, opaque_zero, BT, x.shape[2], BR)
+    p_tile = p + (at.b * strides[0] + at.t * strides[1] + h * strides[2])
+    tl.store(p_tile + offsets, x.to(p.dtype.element_ty), mask=(o_i < at.rows - o_n) & (o_w < W))
 
 
 @triton.jit
@@ -314,76 +347,51 @@ def _sub_chunk_offsets(s_row, s_column, column, opaque_zero, BT: tl.constexpr, B
 
 
 @triton.jit
-def store_tokens(p, strides, b, t, h, column, rows, x, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr):
+def store_tokens(p, strides, at, h, column, x, W: tl.constexpr):
     """Store x [BT, BW] to the rows that are tokens, rounding once."""
-    offsets, mask = token_offsets(strides, b, t, h, column, rows, W, BT, BW)
+    offsets, mask = token_offsets(strides, at, h, column, W, x.shape[0], x.shape[1])
     tl.store(p + offsets, x.to(p.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def load_token_block(
-    x,
-    strides,
-    b,
-    t,
-    h,
-    column,
-    rows,
-    T,
-    W: tl.constexpr,
-    BT: tl.constexpr,
-    BW: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    FULL: tl.constexpr,
-):
-    """`load_tokens` through a descriptor or a pointer, of a tensor of T tokens per buffer row.
+    x, strides, at, h, column,
+    W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, USE_TMA: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """`load_tokens` through a descriptor or a pointer.
 
     Args:
         FULL: All rows are tokens. Otherwise rows of other sequences are replaced by zeros here, before any product:
             zero times NaN is NaN.
     """
     if USE_TMA:
-        b_x = x.load([(b * T + t).to(tl.int32), (h * strides[2]).to(tl.int32) + column])
+        b_x = x.load([(at.b * at.T + at.t).to(tl.int32), (h * strides[2]).to(tl.int32) + column])
         if FULL:
             return b_x
         else:
-            return tl.where((tl.arange(0, BT) < rows)[:, None], b_x, tl.zeros((BT, BW), b_x.dtype))
+            return tl.where((tl.arange(0, BT) < at.rows)[:, None], b_x, tl.zeros((BT, BW), b_x.dtype))
     else:
-        return load_tokens(x, strides, b, t, h, column, rows, W, BT, BW)
+        return load_tokens(x, strides, at, h, column, W, BT, BW)
 
 
 @triton.jit
-def store_token_block(
-    x,
-    strides,
-    b,
-    t,
-    h,
-    column,
-    rows,
-    T,
-    b_x,
-    W: tl.constexpr,
-    BT: tl.constexpr,
-    BW: tl.constexpr,
-    USE_TMA: tl.constexpr,
-):
+def store_token_block(x, strides, at, h, column, b_x, W: tl.constexpr, USE_TMA: tl.constexpr):
     """`store_tokens` through a descriptor, if all rows of the block are tokens, or a pointer."""
     if USE_TMA:
-        x.store([(b * T + t).to(tl.int32), (h * strides[2]).to(tl.int32) + column], b_x.to(x.dtype))
+        x.store([(at.b * at.T + at.t).to(tl.int32), (h * strides[2]).to(tl.int32) + column], b_x.to(x.dtype))
     else:
-        store_tokens(x, strides, b, t, h, column, rows, b_x, W, BT, BW)
+        store_tokens(x, strides, at, h, column, b_x, W)
 
 
 @triton.jit
-def prefetch_tokens(p, strides, b, t, h, rows, W: tl.constexpr, BT: tl.constexpr):
+def prefetch_tokens(p, strides, at, h, W: tl.constexpr, BT: tl.constexpr):
     """Prefetch one head's rows of a chunk into L2; later loads take about a third as long.
 
     One request per line of 128 bytes if columns are contiguous. With other strides, only some lines are requested.
     """
     STEP: tl.constexpr = 1024 // p.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = triton.next_power_of_2((W + STEP - 1) // STEP)
-    offsets, mask = token_offsets(strides, b, t, h, 0, rows, BT, BT, 1)
+    offsets, mask = token_offsets(strides, at, h, 0, BT, BT, 1)
     o_line = tl.minimum(tl.arange(0, LINES) * STEP, W - 1).to(tl.int64) * strides[3]
     _prefetch(tl.where(mask, p + offsets, p) + o_line[None, :])
 
@@ -413,33 +421,34 @@ else:
 
 
 @triton.jit
-def load_token_scalars(p, strides, b, t, h, rows, BT: tl.constexpr):
+def load_token_scalars(p, strides, at, h, BT: tl.constexpr):
     """Load one number per token of a tensor [B, T, H] as float32; zero past the last token.   [BT]"""
     o_r = tl.arange(0, BT)
-    offsets = b * strides[0] + (t + o_r.to(tl.int64)) * strides[1] + h * strides[2]
-    return tl.load(p + offsets, mask=o_r < rows, other=0.0).to(tl.float32)
+    offsets = at.b * strides[0] + (at.t + o_r.to(tl.int64)) * strides[1] + h * strides[2]
+    return tl.load(p + offsets, mask=o_r < at.rows, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_strength(p_beta, s_beta, b, t, h, rows, beta_most, LOGIT: tl.constexpr, BT: tl.constexpr):
+def load_strength(strength, at, h, LOGIT: tl.constexpr, BT: tl.constexpr):
     """Load beta of every row, zero in padding; 1 where the caller gave none.   [BT]"""
     o_r = tl.arange(0, BT)
-    if p_beta is None:
-        return tl.where(o_r < rows, 1.0, 0.0)
+    if strength.beta is None:
+        return tl.where(o_r < at.rows, 1.0, 0.0)
     else:  # without it the compiler also compiles the code after the return
-        b_beta = load_token_scalars(p_beta, s_beta, b, t, h, rows, BT)
+        b_beta = load_token_scalars(strength.beta, strength.s_beta, at, h, BT)
         if LOGIT:
-            b_beta = tl.where(o_r < rows, sigmoid(b_beta) * beta_most, 0.0)
+            b_beta = tl.where(o_r < at.rows, sigmoid(b_beta) * strength.most, 0.0)
         return b_beta
 
 
 @triton.jit
-def strength_bwd(p_beta, s_beta, b, t, h, rows, b_dbeta, beta_most, BT: tl.constexpr):
+def strength_bwd(strength, at, h, b_dbeta, BT: tl.constexpr):
     """Gradient of the logits that `load_strength` read, from that of beta.   [BT]
 
-    Computed from the logits: 1 - beta / beta_most would cancel where they are large.
+    Computed from the logits: 1 - beta / most would cancel where they are large.
     """
-    return sigmoid_bwd(load_token_scalars(p_beta, s_beta, b, t, h, rows, BT), b_dbeta) * beta_most
+    b_beta = load_token_scalars(strength.beta, strength.s_beta, at, h, BT)
+    return sigmoid_bwd(b_beta, b_dbeta) * strength.most
 
 
 @triton.jit
@@ -474,11 +483,11 @@ def load_token_number(p, strides, b, t, h, exists):
 
 
 @triton.jit
-def store_token_scalars(p, strides, b, t, h, rows, x, BT: tl.constexpr):
+def store_token_scalars(p, strides, at, h, x, BT: tl.constexpr):
     """Store x [BT] to the rows that are tokens, rounding once."""
     o_r = tl.arange(0, BT)
-    offsets = b * strides[0] + (t + o_r.to(tl.int64)) * strides[1] + h * strides[2]
-    tl.store(p + offsets, x.to(p.dtype.element_ty), mask=o_r < rows)
+    offsets = at.b * strides[0] + (at.t + o_r.to(tl.int64)) * strides[1] + h * strides[2]
+    tl.store(p + offsets, x.to(p.dtype.element_ty), mask=o_r < at.rows)
 
 
 @triton.jit

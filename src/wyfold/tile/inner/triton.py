@@ -7,6 +7,8 @@ they would enter the sums; results are zeroed there where noted. w and u are [BV
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -75,8 +77,23 @@ def inner_gradient(b_Z, b_wt, b_ww, b_factor, eps, D: tl.constexpr):
     return zero_past_width(b_N, D, 1), b_d * b_r[:, None], b_r, b_y, b_xy
 
 
+class InnerStep(NamedTuple):
+    """What `inner_gradient` computed for the rows of a tile; X and r are zero in rows without a token.
+
+    Attributes:
+        X, Y: [BT, BV] tiles.
+        r, y, xy: [BT] r, mean Y and mean(X Y).
+    """
+
+    X: Any
+    Y: Any
+    r: Any
+    y: Any
+    xy: Any
+
+
 @triton.jit
-def inner_gradient_bwd(b_X, b_r, b_Y, b_y, b_xy, b_ww, ww, b_dN, b_dwrite, b_col, D: tl.constexpr):
+def inner_gradient_bwd(step, b_ww, ww, b_dN, b_dwrite, b_col, D: tl.constexpr):
     """Adjoint of `inner_gradient` in Y and in Z, for tiles [BT, BV]; all uses of N have the token's factor.
 
         dY = r (dN - mean dN - X mean(X dN))
@@ -89,7 +106,7 @@ def inner_gradient_bwd(b_X, b_r, b_Y, b_y, b_xy, b_ww, ww, b_dN, b_dwrite, b_col
         mean(X dX) = r (mean(w^2 X dN) - mean dN mean(w^2 X) - mean(X dN) (mean(w^2 X^2) + 2 mean(X Y)))
 
     Args:
-        b_X, b_r, b_Y, b_y, b_xy: Of `inner_gradient`; X and r are zero in rows without a token.
+        step: An `InnerStep`.
         b_ww, ww: w^2 [1, BV] and its mean.
         b_dN: [BT, BV] gradient of N times its factor; zero in rows without a token.
         b_dwrite: [BT, BV] gradient of the loss in the update k^T N, dS^T k + dc.
@@ -99,27 +116,29 @@ def inner_gradient_bwd(b_X, b_r, b_Y, b_y, b_xy, b_ww, ww, b_dN, b_dwrite, b_col
         dY, dZ: [BT, BV].
         <dwrite, N> with N times its factor, and the gradient of the factor: [BT] each.
     """
-    b_N = (b_Y - b_y[:, None] - b_X * b_xy[:, None]) * b_r[:, None]
+    b_N = (step.Y - step.y[:, None] - step.X * step.xy[:, None]) * step.r[:, None]
     b_N = zero_past_width(b_N, D, 1)
-    b_wwX = b_ww * b_X
+    b_wwX = b_ww * step.X
     b_m, b_a, b_n, b_wm, b_wa, b_step, b_wx, b_wxx = tl.reduce(
-        (b_dN, b_X * b_dN, b_N * b_dN, b_ww * b_dN, b_wwX * b_dN, b_N * b_dwrite, b_wwX, b_wwX * b_X), 1, add_eight
+        (b_dN, step.X * b_dN, b_N * b_dN, b_ww * b_dN, b_wwX * b_dN, b_N * b_dwrite, b_wwX, b_wwX * step.X),
+        1,
+        add_eight,
     )
     b_dcol = b_n
-    b_factor = tl.full(b_r.shape, 1.0 / D, tl.float32)
+    b_factor = tl.full(step.r.shape, 1.0 / D, tl.float32)
     if b_col is not None:
         b_factor *= b_col
         b_step *= b_col
         b_dN *= b_col[:, None]
     b_m, b_a, b_n, b_wm, b_wa = b_m * b_factor, b_a * b_factor, b_n * b_factor, b_wm * b_factor, b_wa * b_factor
     b_wx, b_wxx = b_wx * (1.0 / D), b_wxx * (1.0 / D)
-    b_mean = b_r * (b_wm - b_m * (ww + b_xy) - b_a * (b_wx + b_y))
-    b_mean_x = b_r * (b_wa - b_m * b_wx - b_a * (b_wxx + 2.0 * b_xy)) + b_n
-    b_dY = zero_past_width((b_dN - b_m[:, None] - b_X * b_a[:, None]) * b_r[:, None], D, 1)
-    b_dX = b_ww * b_dY - (b_dN * b_xy[:, None] + b_Y * b_a[:, None]) * b_r[:, None]
+    b_mean = step.r * (b_wm - b_m * (ww + step.xy) - b_a * (b_wx + step.y))
+    b_mean_x = step.r * (b_wa - b_m * b_wx - b_a * (b_wxx + 2.0 * step.xy)) + b_n
+    b_dY = zero_past_width((b_dN - b_m[:, None] - step.X * b_a[:, None]) * step.r[:, None], D, 1)
+    b_dX = b_ww * b_dY - (b_dN * step.xy[:, None] + step.Y * b_a[:, None]) * step.r[:, None]
     return (
         b_dY,
-        zero_past_width((b_dX - b_mean[:, None] - b_X * b_mean_x[:, None]) * b_r[:, None], D, 1),
+        zero_past_width((b_dX - b_mean[:, None] - step.X * b_mean_x[:, None]) * step.r[:, None], D, 1),
         b_step,
         b_dcol,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -35,25 +37,41 @@ def store_state(
     tl.store(p + offsets, b_S.to(p.dtype.element_ty), mask=mask)
 
 
+class StateAt(NamedTuple):
+    """One of the states that a program may start from.
+
+    Attributes:
+        p: States [N, HV, K, V], or None: the state is zero.
+        strides: Strides of p.
+        i: Number of the state.
+        chosen: Whether the program starts from it.
+    """
+
+    p: Any
+    strides: Any
+    i: Any
+    chosen: Any
+    end: None = None
+
+
 @triton.jit
-def load_end(
-    p, strides, i_n, outer, p_border, s_border, i_border, inner, i_h, column,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
+def load_end(own, border, i_h, column, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
     """Load the state at an end of a segment.   [BV, BK]
 
-    The sequence's own state if `outer`, else the border's if `inner`, else zeros.
+    Args:
+        own, border: `StateAt` of the sequence's own state and of the state at the segment's border. The own state comes
+            first; neither is chosen at the end of an unused segment, whose state is zero.
     """
     b_S = tl.zeros((BV, BK), tl.float32)
-    if p_border is None:
-        if p is not None:
-            if outer:
-                b_S = load_state(p, strides, i_n, i_h, column, K, V, BK, BV)
-    elif outer:
-        if p is not None:
-            b_S = load_state(p, strides, i_n, i_h, column, K, V, BK, BV)
-    elif inner:
-        b_S = load_state(p_border, s_border, i_border, i_h, column, K, V, BK, BV)
+    if border.p is None:
+        if own.p is not None:
+            if own.chosen:
+                b_S = load_state(own.p, own.strides, own.i, i_h, column, K, V, BK, BV)
+    elif own.chosen:
+        if own.p is not None:
+            b_S = load_state(own.p, own.strides, own.i, i_h, column, K, V, BK, BV)
+    elif border.chosen:
+        b_S = load_state(border.p, border.strides, border.i, i_h, column, K, V, BK, BV)
     return b_S
 
 

@@ -42,21 +42,23 @@ from wyfold.kernels.gradients.gluon import channel
 from wyfold.kernels.gradients.gluon.channel import wyfold_gradients_channel_gluon, wyfold_gradients_norm_gluon
 from wyfold.kernels.gradients.gluon.tokens import (
     Coords,
+    Outputs,
     exp2,
     load_scalars,
     store_rows,
     store_scalars,
     store_token_tile,
 )
+from wyfold.kernels.gradients.triton import Factors
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.triton import LOG2_E, sigmoid, sigmoid_bwd
-from wyfold.tile.decay.triton import FLOOR, gate_flags, log_gate, log_gate_bwd
+from wyfold.tile.decay.triton import FLOOR, Gate, GateGradient, gate_flags, log_gate, log_gate_bwd
 from wyfold.tile.index.gluon import barrier, gluon_descriptors, reinterpret, tma_load
-from wyfold.tile.index.triton import chunk_span, strides, tile_descriptor, token_descriptor
+from wyfold.tile.index.triton import Packing, Strength, chunk_span, strides, tile_descriptor, token_descriptor
 
 
 def kernels_of(key: LaunchKey) -> tuple[str, ...]:
@@ -108,48 +110,57 @@ def gradients(
     dA_log, ddt_bias = (
         None if x is None else q.new_empty(grid.chunks, HV, dtype=torch.float32) for x in (out.A_log, out.dt_bias)
     )
+    tokens = (read_q, read_k, read_do, out_q, out_k, out_v)
+    x_q, x_k, x_do, x_dq, x_dk, x_dv, x_S, x_dS, x_e, x_X = _descriptors(tokens, borders, C, K // 2)
     launch_kernel(
         wyfold_gradients_gluon,
         grid.chunks * HV,
-        *_descriptors((read_q, read_k, read_do, out_q, out_k, out_v), borders, C, K // 2),
-        *(read_q.stride(2), read_k.stride(2), read_do.stride(2)),
-        *(out_q, out_k, out_v),
-        *(out_q.stride(), out_k.stride(), out_v.stride()),
-        g,
-        strides(g),
-        beta,
-        strides(beta),
-        A_log,
-        dt_bias,
-        out.g,
-        strides(out.g),
-        out.beta,
-        strides(out.beta),
-        dA_log,
-        ddt_bias,
-        grid.cu,
-        grid.first,
-        grid.sequence,
-        grid.sequences,
-        grid.tokens,
-        grid.per_sequence,
-        options.scale,
-        options.unit,
-        options.lower_bound,
-        options.clamp or FLOOR,
-        options.beta_most,
-        options.unit * float(options.erases),
-        HV=HV,
-        K=K,
-        V=V,
-        BT=C,
-        PACKED=grid.cu is not None,
-        WHOLE=grid.cu is None and grid.tokens % C == 0,
-        SCALAR=g is not None,
-        ACTIVATION=options.activation,
-        CLAMPED=options.clamp != 0,
-        NORM=options.qk_l2norm,
-        LOGIT=options.beta_logit,
+        x_q=x_q,
+        x_k=x_k,
+        x_do=x_do,
+        x_dq=x_dq,
+        x_dk=x_dk,
+        x_dv=x_dv,
+        x_S=x_S,
+        x_dS=x_dS,
+        x_e=x_e,
+        x_X=x_X,
+        heads=Heads(h_q=read_q.stride(2), h_k=read_k.stride(2), h_do=read_do.stride(2)),
+        gate=Gate(
+            g=g,
+            s_g=strides(g),
+            A_log=A_log,
+            dt_bias=dt_bias,
+            lower_bound=options.lower_bound,
+            clamp=options.clamp or FLOOR,
+        ),
+        strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most),
+        outputs=Outputs(
+            dq=out_q,
+            s_dq=out_q.stride(),
+            dk=out_k,
+            s_dk=out_k.stride(),
+            dv=out_v,
+            s_dv=out_v.stride(),
+            dbeta=out.beta,
+            s_dbeta=strides(out.beta),
+        ),
+        dgate=GateGradient(g=out.g, s_g=strides(out.g), A_log=dA_log, dt_bias=ddt_bias),
+        packing=Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),
+        factors=Factors(options.scale, options.unit, options.unit * float(options.erases)),
+        N=grid.sequences,
+        T=grid.tokens,
+        per_sequence=grid.per_sequence,
+        SIZES=Sizes(HV=HV, K=K, V=V, BT=C),
+        FLAGS=Flags(
+            PACKED=grid.cu is not None,
+            WHOLE=grid.cu is None and grid.tokens % C == 0,
+            SCALAR=g is not None,
+            ACTIVATION=options.activation,
+            CLAMPED=options.clamp != 0,
+            NORM=options.qk_l2norm,
+            LOGIT=options.beta_logit,
+        ),
         **config.options(),
     )
     for to, (requested, _) in zip((out_q, out_k, out_v), wanted, strict=True):
@@ -174,6 +185,42 @@ def _descriptors(tokens: tuple[Tensor, ...], borders: TokenBorders, C: int, BK: 
         tile_descriptor(x, C, V) for x in borders[2:]
     ]
     return gluon_descriptors(found)
+
+
+class Heads(NamedTuple):
+    """Kernel argument: distances between heads of q, k and do."""
+
+    h_q: Any
+    h_k: Any
+    h_do: Any
+
+
+class Sizes(NamedTuple):
+    """Constexprs: sizes of the call and of tiles."""
+
+    HV: int
+    K: int
+    V: int
+    BT: int
+
+
+class Flags(NamedTuple):
+    """Constexprs: variant of the kernel.
+
+    Attributes:
+        PACKED, WHOLE: Whether the batch is packed, and whether every chunk is full.
+        SCALAR: Whether there is a gate.
+        ACTIVATION, CLAMPED: The gate's activation, and whether a clamp is requested.
+        NORM, LOGIT: Whether q and k are normalised, and whether beta is a logit.
+    """
+
+    PACKED: bool
+    WHOLE: bool
+    SCALAR: bool
+    ACTIVATION: str
+    CLAMPED: bool
+    NORM: bool
+    LOGIT: bool
 
 
 class TmaInputs(NamedTuple):
@@ -226,9 +273,7 @@ class Smem(NamedTuple):
     states_ready: Any
 
 
-@gluon.jit(
-    do_not_specialize=["N", "T", "per_sequence", "scale", "unit", "lower_bound", "clamp", "beta_most", "erased_unit"]
-)
+@gluon.jit(do_not_specialize=["N", "T", "per_sequence"])
 def wyfold_gradients_gluon(
     x_q,
     x_k,
@@ -240,55 +285,31 @@ def wyfold_gradients_gluon(
     x_dS,
     x_e,
     x_X,
-    h_q,
-    h_k,
-    h_do,
-    p_dq,
-    p_dk,
-    p_dv,
-    s_dq,
-    s_dk,
-    s_dv,
-    p_g,
-    s_g,
-    p_beta,
-    s_beta,
-    p_A_log,
-    p_dt_bias,
-    p_dg,
-    s_dg,
-    p_dbeta,
-    s_dbeta,
-    p_dA_log,
-    p_ddt_bias,
-    p_cu,
-    p_first,
-    p_sequence,
+    heads,
+    gate,
+    strength,
+    outputs,
+    dgate,
+    packing,
+    factors,
     N,
     T,
     per_sequence,
-    scale,
-    unit,
-    lower_bound,
-    clamp,
-    beta_most,
-    erased_unit,
-    HV: gl.constexpr,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    BT: gl.constexpr,
-    PACKED: gl.constexpr,
-    WHOLE: gl.constexpr,
-    SCALAR: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    CLAMPED: gl.constexpr,
-    NORM: gl.constexpr,
-    LOGIT: gl.constexpr,
+    SIZES: gl.constexpr,
+    FLAGS: gl.constexpr,
 ):
-    """One program computes a chunk of one head: first the gradients of the grams, then K in two halves.
-
-    erased_unit: As of the Triton kernel.
-    """
+    """One program computes a chunk of one head: first the gradients of the grams, then K in two halves."""
+    HV: gl.constexpr = SIZES.HV
+    K: gl.constexpr = SIZES.K
+    V: gl.constexpr = SIZES.V
+    BT: gl.constexpr = SIZES.BT
+    PACKED: gl.constexpr = FLAGS.PACKED
+    WHOLE: gl.constexpr = FLAGS.WHOLE
+    SCALAR: gl.constexpr = FLAGS.SCALAR
+    ACTIVATION: gl.constexpr = FLAGS.ACTIVATION
+    CLAMPED: gl.constexpr = FLAGS.CLAMPED
+    NORM: gl.constexpr = FLAGS.NORM
+    LOGIT: gl.constexpr = FLAGS.LOGIT
     BK: gl.constexpr = K // 2
     LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BT, 16])
     LV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, V, 16])
@@ -297,21 +318,21 @@ def wyfold_gradients_gluon(
     ONE: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
     pid = gl.program_id(0).to(gl.int64)
     i_c, i_h = pid // HV, pid % HV
-    i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
+    i_n, _, b, t, rows = chunk_span(i_c, packing, T, per_sequence, PACKED, BT)
     coords = Coords(b, t, (b * T + t).to(gl.int32), i_h, rows)
     o_r, o_c, o_1 = gl.arange(0, BT, layout=ROW), gl.arange(0, BT, layout=COL), gl.arange(0, BT, layout=ONE)
     if PACKED:
         if i_n == N:
-            store_rows(p_dv, s_dv, coords, 0, gl.zeros([BT, V], gl.float32, LV), LV, BT, V)
+            store_rows(outputs.dv, outputs.s_dv, coords, 0, gl.zeros([BT, V], gl.float32, LV), LV, BT, V)
             for h in range(2):
-                store_rows(p_dq, s_dq, coords, h * BK, gl.zeros([BT, BK], gl.float32, LC), LC, BT, BK)
-                store_rows(p_dk, s_dk, coords, h * BK, gl.zeros([BT, BK], gl.float32, LC), LC, BT, BK)
-            store_scalars(p_dbeta, s_dbeta, coords, o_1, gl.zeros([BT], gl.float32, ONE))
-            store_scalars(p_dg, s_dg, coords, o_1, gl.zeros([BT], gl.float32, ONE))
-            if p_dA_log is not None:
-                gl.store(p_dA_log + pid, 0.0)
-            if p_ddt_bias is not None:
-                gl.store(p_ddt_bias + pid, 0.0)
+                store_rows(outputs.dq, outputs.s_dq, coords, h * BK, gl.zeros([BT, BK], gl.float32, LC), LC, BT, BK)
+                store_rows(outputs.dk, outputs.s_dk, coords, h * BK, gl.zeros([BT, BK], gl.float32, LC), LC, BT, BK)
+            store_scalars(outputs.dbeta, outputs.s_dbeta, coords, o_1, gl.zeros([BT], gl.float32, ONE))
+            store_scalars(dgate.g, dgate.s_g, coords, o_1, gl.zeros([BT], gl.float32, ONE))
+            if dgate.A_log is not None:
+                gl.store(dgate.A_log + pid, 0.0)
+            if dgate.dt_bias is not None:
+                gl.store(dgate.dt_bias + pid, 0.0)
             return
 
     s_q = gl.allocate_shared_memory(x_q.dtype, [2, BT, BK], x_q.layout)
@@ -331,7 +352,7 @@ def wyfold_gradients_gluon(
     smem = Smem(s_q, s_k, s_do, s_e, s_X, s_S, s_dS, bars.index(0), bars.index(1), bars.index(2), bars.index(3))
     inputs = TmaInputs(
         x_q, x_k, x_do, x_S, x_dS, x_e, x_X, coords.token, pid.to(gl.int32),
-        (i_h * h_q).to(gl.int32), (i_h * h_k).to(gl.int32), (i_h * h_do).to(gl.int32),
+        (i_h * heads.h_q).to(gl.int32), (i_h * heads.h_k).to(gl.int32), (i_h * heads.h_do).to(gl.int32),
     )  # fmt: skip
     _load(inputs, smem, BT, BK)
     _load_states(inputs, smem, 0, V, BK)
@@ -339,22 +360,32 @@ def wyfold_gradients_gluon(
     # Per-token numbers, needed in both the row and the column layout.
     is_token = o_1 < rows
     beta = gl.where(is_token, 1.0, 0.0)
-    if p_beta is not None:
-        beta = load_scalars(p_beta, s_beta, coords, o_1)
+    if strength.beta is not None:
+        beta = load_scalars(strength.beta, strength.s_beta, coords, o_1)
         if LOGIT:
-            beta = gl.where(is_token, sigmoid(beta) * beta_most, 0.0)
+            beta = gl.where(is_token, sigmoid(beta) * strength.most, 0.0)
     numbers.slice(0, BT).store(beta)
     if SCALAR:
         log_g = log_gate(
-            load_scalars(p_g, s_g, coords, o_1), p_A_log, p_dt_bias, i_h, 0, lower_bound, clamp,
-            "scalar", ACTIVATION, K, BK,
-        )  # fmt: skip
+            load_scalars(gate.g, gate.s_g, coords, o_1),
+            gate,
+            i_h,
+            0,
+            "scalar",
+            ACTIVATION,
+            K,
+            BK,
+        )
         numbers.slice(BT, BT).store(gl.associative_scan(gl.where(is_token, log_g, 0.0), 0, _add))
     barrier()
     beta_r, beta_c = numbers.slice(0, BT).load(ROW), numbers.slice(0, BT).load(COL)
     zero_acc = gl.zeros([BT, BT], gl.float32, LC)
     weight = zero_acc + beta_c[None, :]
-    scale_q, scale_k, scale_w = gl.full([BT], scale, gl.float32, ROW), -beta_r * erased_unit, beta_r * unit
+    scale_q, scale_k, scale_w = (
+        gl.full([BT], factors.scale, gl.float32, ROW),
+        -beta_r * factors.erased_unit,
+        beta_r * factors.unit,
+    )
     total = 1.0
     if SCALAR:
         G_r, G_c = numbers.slice(BT, BT).load(ROW), numbers.slice(BT, BT).load(COL)
@@ -373,10 +404,12 @@ def wyfold_gradients_gluon(
             _clear_rows(s_do, rows, BT, V)
     dJ = warpgroup_mma(X_operand, s_e.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     dP = warpgroup_mma(s_do, s_e.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
-    s_X.store((X.to(gl.float32) * (numbers.slice(0, BT).load(gl.SliceLayout(1, LV)) * unit)[:, None]).to(X.dtype))
+    s_X.store(
+        (X.to(gl.float32) * (numbers.slice(0, BT).load(gl.SliceLayout(1, LV)) * factors.unit)[:, None]).to(X.dtype)
+    )
     fence_async_shared()
     barrier()
-    store_token_tile(x_dv, p_dv, s_dv, coords, 0, s_X, WHOLE, BT, V)
+    store_token_tile(x_dv, outputs.dv, outputs.s_dv, coords, 0, s_X, WHOLE, BT, V)
     mbarrier.wait(smem.tokens_ready, 0)
     if not WHOLE:
         if rows < BT:
@@ -391,13 +424,13 @@ def wyfold_gradients_gluon(
         weight *= numbers.slice(0, BT).load(COL)[None, :]
         scale_q, scale_k, scale_w = scale_q * r_q, scale_k * r_k, scale_w * r_k
     dJ, dP = warpgroup_mma_wait(0, deps=[dJ, dP])
-    if p_dbeta is not None:
-        dbeta = gl.sum(gl.where(o_r[:, None] == o_c[None, :], dJ, 0.0), axis=1) * unit
+    if outputs.dbeta is not None:
+        dbeta = gl.sum(gl.where(o_r[:, None] == o_c[None, :], dJ, 0.0), axis=1) * factors.unit
         if LOGIT:
-            dbeta = sigmoid_bwd(load_scalars(p_beta, s_beta, coords, o_r), dbeta) * beta_most
-        store_scalars(p_dbeta, s_dbeta, coords, o_r, dbeta)
-    dJ = gl.where(o_r[:, None] > o_c[None, :], dJ * weight * -(beta_r * erased_unit * r_k)[:, None], 0.0)
-    dP = gl.where(o_r[:, None] >= o_c[None, :], dP * weight * (scale * r_q)[:, None], 0.0)
+            dbeta = sigmoid_bwd(load_scalars(strength.beta, strength.s_beta, coords, o_r), dbeta) * strength.most
+        store_scalars(outputs.dbeta, outputs.s_dbeta, coords, o_r, dbeta)
+    dJ = gl.where(o_r[:, None] > o_c[None, :], dJ * weight * -(beta_r * factors.erased_unit * r_k)[:, None], 0.0)
+    dP = gl.where(o_r[:, None] >= o_c[None, :], dP * weight * (factors.scale * r_q)[:, None], 0.0)
     J_operand, P_operand = dJ.to(X.dtype), dP.to(X.dtype)
     opaque_zero = (gl.minimum(T, 0) - gl.minimum(per_sequence, 0)).to(gl.int32)
     dg = beta_r  # never read without a gate
@@ -471,8 +504,8 @@ def wyfold_gradients_gluon(
         fence_async_shared()
         barrier()
         if not NORM or h == 1:
-            store_token_tile(x_dq, p_dq, s_dq, coords, h * BK, q, WHOLE, BT, BK)
-            store_token_tile(x_dk, p_dk, s_dk, coords, h * BK, k, WHOLE, BT, BK)
+            store_token_tile(x_dq, outputs.dq, outputs.s_dq, coords, h * BK, q, WHOLE, BT, BK)
+            store_token_tile(x_dk, outputs.dk, outputs.s_dk, coords, h * BK, k, WHOLE, BT, BK)
     if NORM:
         mbarrier.wait(smem.states_ready, 0)
         reloaded = reinterpret(s_S, x_q.dtype, [2, BT, BK], x_q.layout)
@@ -483,8 +516,8 @@ def wyfold_gradients_gluon(
         k.store(dk.to(k.dtype))
         fence_async_shared()
         barrier()
-        store_token_tile(x_dq, p_dq, s_dq, coords, 0, q, WHOLE, BT, BK)
-        store_token_tile(x_dk, p_dk, s_dk, coords, 0, k, WHOLE, BT, BK)
+        store_token_tile(x_dq, outputs.dq, outputs.s_dq, coords, 0, q, WHOLE, BT, BK)
+        store_token_tile(x_dk, outputs.dk, outputs.s_dk, coords, 0, k, WHOLE, BT, BK)
     # Cross-warp reductions may be given shared memory that TMA stores still read, so the stores must end first.
     tma.store_wait(pendings=0)
     barrier()
@@ -494,16 +527,25 @@ def wyfold_gradients_gluon(
         barrier()
         read_c, write_c = numbers.slice(0, BT).load(COL), numbers.slice(BT, BT).load(COL)
         dg += gl.sum(gl.where(o_c[None, :] >= o_r[:, None], read_c[None, :], write_c[None, :]), axis=1)
-        dg = gl.fma(gl.zeros([BT], gl.float32, ROW) + gl.sum(traced, axis=0), total * unit, dg)
-        raw = load_scalars(p_g, s_g, coords, o_r)
+        dg = gl.fma(gl.zeros([BT], gl.float32, ROW) + gl.sum(traced, axis=0), total * factors.unit, dg)
+        raw = load_scalars(gate.g, gate.s_g, coords, o_r)
         dx, dA = log_gate_bwd(
-            raw, dg, p_A_log, p_dt_bias, i_h, 0, lower_bound, clamp, CLAMPED, "scalar", ACTIVATION, K, BK
+            raw,
+            dg,
+            gate,
+            i_h,
+            0,
+            CLAMPED,
+            "scalar",
+            ACTIVATION,
+            K,
+            BK,
         )
-        store_scalars(p_dg, s_dg, coords, o_r, dx)
-        if p_dA_log is not None:
-            gl.store(p_dA_log + pid, gl.sum(gl.where(o_r < rows, dA, 0.0), axis=0))
-        if p_ddt_bias is not None:
-            gl.store(p_ddt_bias + pid, gl.sum(gl.where(o_r < rows, dx, 0.0), axis=0))
+        store_scalars(dgate.g, dgate.s_g, coords, o_r, dx)
+        if dgate.A_log is not None:
+            gl.store(dgate.A_log + pid, gl.sum(gl.where(o_r < rows, dA, 0.0), axis=0))
+        if dgate.dt_bias is not None:
+            gl.store(dgate.dt_bias + pid, gl.sum(gl.where(o_r < rows, dx, 0.0), axis=0))
     bars._keep_alive()  # the memory of an mbarrier must not be reused (docs/facts/hopper.md, KDA-NAN-1)
 
 

@@ -78,6 +78,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from wyfold.kernels.gradients.gluon.tokens import (
     Coords,
+    Outputs,
     exp2,
     load_rows,
     load_scalars,
@@ -85,15 +86,16 @@ from wyfold.kernels.gradients.gluon.tokens import (
     store_scalars,
     store_token_tile,
 )
+from wyfold.kernels.gradients.triton import Factors
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.triton import LOG2_E, exp, sigmoid, sigmoid_bwd
-from wyfold.tile.decay.triton import FLOOR, activated, activated_bwd
+from wyfold.tile.decay.triton import FLOOR, Gate, GateGradient, activated, activated_bwd
 from wyfold.tile.index.gluon import ELEMENTS, barrier, clear_rows, gluon_descriptors, reinterpret, tma_load
-from wyfold.tile.index.triton import chunk_span, strides, tile_descriptor, token_descriptor
+from wyfold.tile.index.triton import Packing, Strength, chunk_span, strides, tile_descriptor, token_descriptor
 
 
 def gradients(
@@ -123,7 +125,7 @@ def gradients(
     """
     (HV, V), K, C = do.shape[2:], q.shape[3], grid.chunk_size
     config = tuned("gradients.gluon", key, q.device)
-    read_q, read_k, _, read_g = reads = [_readable(x) for x in (q, k, do, g)]
+    read_q, read_k, read_do, read_g = reads = [_readable(x) for x in (q, k, do, g)]
     wanted = [(out.q, read_q), (out.k, read_k), (out.g, read_g)]
     out_q, out_k, out_g = (_output_buffer(to, like) for to, like in wanted)
     dA_log = ddt_bias = norm_dots = None
@@ -133,45 +135,62 @@ def gradients(
         dA_log = q.new_empty(grid.chunks, HV, 2, dtype=torch.float32)
     if out.dt_bias is not None:
         ddt_bias = q.new_empty(grid.chunks, HV, K, dtype=torch.float32)
+    x_q, x_k, x_do, x_g, x_dq, x_dk, x_dg, x_S, x_dS, x_e, x_X = _descriptors(
+        [*reads, out_q, out_k, out_g], borders, C, K // 2
+    )
     launch_kernel(
         wyfold_gradients_channel_gluon,
         grid.chunks * HV * 2,
-        *_descriptors([*reads, out_q, out_k, out_g], borders, C, K // 2),
-        *(x.stride(2) for x in reads),
-        *(out_q, out_k, out.v, out_g),
-        *(out_q.stride(), out_k.stride(), strides(out.v), out_g.stride()),
-        borders.X,
-        *(read_q, read_k, read_q.stride(), read_k.stride(), norm_dots),
-        beta,
-        strides(beta),
-        A_log,
-        dt_bias,
-        out.beta,
-        strides(out.beta),
-        dA_log,
-        ddt_bias,
-        grid.cu,
-        grid.first,
-        grid.sequence,
-        grid.sequences,
-        grid.tokens,
-        grid.per_sequence,
-        options.scale,
-        options.unit,
-        options.lower_bound,
-        options.clamp or FLOOR,
-        options.beta_most,
-        options.unit * float(options.erases),
-        HV=HV,
-        K=K,
-        V=V,
-        BT=C,
-        PACKED=grid.cu is not None,
-        WHOLE=grid.cu is None and grid.tokens % C == 0,
-        ACTIVATION=options.activation,
-        CLAMPED=options.clamp != 0,
-        NORM=options.qk_l2norm,
-        LOGIT=options.beta_logit,
+        x_q=x_q,
+        x_k=x_k,
+        x_do=x_do,
+        x_g=x_g,
+        x_dq=x_dq,
+        x_dk=x_dk,
+        x_dg=x_dg,
+        x_S=x_S,
+        x_dS=x_dS,
+        x_e=x_e,
+        x_X=x_X,
+        tokens=Tokens(
+            h_q=read_q.stride(2),
+            h_k=read_k.stride(2),
+            h_do=read_do.stride(2),
+            h_g=read_g.stride(2),
+            q=read_q,
+            s_q=read_q.stride(),
+            k=read_k,
+            s_k=read_k.stride(),
+            X=borders.X,
+            norm_dots=norm_dots,
+        ),
+        gate=Gate(A_log=A_log, dt_bias=dt_bias, lower_bound=options.lower_bound, clamp=options.clamp or FLOOR),
+        strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most),
+        outputs=Outputs(
+            dq=out_q,
+            s_dq=out_q.stride(),
+            dk=out_k,
+            s_dk=out_k.stride(),
+            dv=out.v,
+            s_dv=strides(out.v),
+            dbeta=out.beta,
+            s_dbeta=strides(out.beta),
+        ),
+        dgate=GateGradient(g=out_g, s_g=out_g.stride(), A_log=dA_log, dt_bias=ddt_bias),
+        packing=Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),
+        factors=Factors(options.scale, options.unit, options.unit * float(options.erases)),
+        N=grid.sequences,
+        T=grid.tokens,
+        per_sequence=grid.per_sequence,
+        SIZES=Sizes(HV=HV, K=K, V=V, BT=C),
+        FLAGS=Flags(
+            PACKED=grid.cu is not None,
+            WHOLE=grid.cu is None and grid.tokens % C == 0,
+            ACTIVATION=options.activation,
+            CLAMPED=options.clamp != 0,
+            NORM=options.qk_l2norm,
+            LOGIT=options.beta_logit,
+        ),
         **config.options(),
     )
     if norm_dots is not None:
@@ -231,7 +250,51 @@ def _descriptors(tokens: list[Tensor], borders: TokenBorders, C: int, BK: int) -
     return gluon_descriptors(found)
 
 
-class Gate(NamedTuple):
+class Tokens(NamedTuple):
+    """Kernel argument: how the tokens lie in memory, and what is accessed through pointers.
+
+    Attributes:
+        h_q, h_k, h_do, h_g: Distances between heads.
+        q, s_q, k, s_k: Rows of q and k, and their strides, for the norms.
+        X: [tiles, BT, V] of `TokenBorders`.
+        norm_dots: [tiles, 2, 2, BT] products of rows and gradients, written for `wyfold_gradients_norm_gluon`; None
+            without a norm.
+    """
+
+    h_q: Any
+    h_k: Any
+    h_do: Any
+    h_g: Any
+    q: Any
+    s_q: Any
+    k: Any
+    s_k: Any
+    X: Any
+    norm_dots: Any
+    end: None = None
+
+
+class Sizes(NamedTuple):
+    """Constexprs: sizes of the call and of tiles."""
+
+    HV: int
+    K: int
+    V: int
+    BT: int
+
+
+class Flags(NamedTuple):
+    """Constexprs: variant of the kernel; see the kernel for scalar gates."""
+
+    PACKED: bool
+    WHOLE: bool
+    ACTIVATION: str
+    CLAMPED: bool
+    NORM: bool
+    LOGIT: bool
+
+
+class GateActivation(NamedTuple):
     """Parameters of the gate's activation.
 
     Attributes:
@@ -245,9 +308,7 @@ class Gate(NamedTuple):
     clamp: Any
 
 
-@gluon.jit(
-    do_not_specialize=["N", "T", "per_sequence", "scale", "unit", "lower_bound", "clamp", "beta_most", "erased_unit"]
-)
+@gluon.jit(do_not_specialize=["N", "T", "per_sequence"])
 def wyfold_gradients_channel_gluon(
     x_q,
     x_k,
@@ -260,56 +321,30 @@ def wyfold_gradients_channel_gluon(
     x_dS,
     x_e,
     x_X,
-    h_q,
-    h_k,
-    h_do,
-    h_g,
-    p_dq,
-    p_dk,
-    p_dv,
-    p_dg,
-    s_dq,
-    s_dk,
-    s_dv,
-    s_dg,
-    p_X,
-    p_q,
-    p_k,
-    s_q,
-    s_k,
-    p_norm_dots,
-    p_beta,
-    s_beta,
-    p_A_log,
-    p_dt_bias,
-    p_dbeta,
-    s_dbeta,
-    p_dA_log,
-    p_ddt_bias,
-    p_cu,
-    p_first,
-    p_sequence,
+    tokens,
+    gate,
+    strength,
+    outputs,
+    dgate,
+    packing,
+    factors,
     N,
     T,
     per_sequence,
-    scale,
-    unit,
-    lower_bound,
-    clamp,
-    beta_most,
-    erased_unit,
-    HV: gl.constexpr,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    BT: gl.constexpr,
-    PACKED: gl.constexpr,
-    WHOLE: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    CLAMPED: gl.constexpr,
-    NORM: gl.constexpr,
-    LOGIT: gl.constexpr,
+    SIZES: gl.constexpr,
+    FLAGS: gl.constexpr,
 ):
-    """One program computes a chunk of one head, for half of its channels. erased_unit: As of the Triton kernel."""
+    """One program computes a chunk of one head, for half of its channels."""
+    HV: gl.constexpr = SIZES.HV
+    K: gl.constexpr = SIZES.K
+    V: gl.constexpr = SIZES.V
+    BT: gl.constexpr = SIZES.BT
+    PACKED: gl.constexpr = FLAGS.PACKED
+    WHOLE: gl.constexpr = FLAGS.WHOLE
+    ACTIVATION: gl.constexpr = FLAGS.ACTIVATION
+    CLAMPED: gl.constexpr = FLAGS.CLAMPED
+    NORM: gl.constexpr = FLAGS.NORM
+    LOGIT: gl.constexpr = FLAGS.LOGIT
     BK: gl.constexpr = K // 2
     # An activation unrolled for all tokens exceeds the instruction cache and is fetched again for every chunk.
     ROLLED: gl.constexpr = ACTIVATION != "given" and x_g.dtype == gl.bfloat16
@@ -323,24 +358,24 @@ def wyfold_gradients_channel_gluon(
     i_c, i_h = i_tile // HV, i_tile % HV
     column = half * BK
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
+    i_n, _, b, t, rows = chunk_span(i_c, packing, T, per_sequence, PACKED, BT)
     coords = Coords(b, t, (b * T + t).to(gl.int32), i_h, rows)
     o_1 = gl.arange(0, BT, layout=ONE)
     if PACKED:
         if i_n == N:
             zeros = gl.zeros([BT, BK], gl.float32, ROWS)
-            if p_dv is not None:
-                store_rows(p_dv, s_dv, coords, column, zeros, ROWS, BT, BK)
-            store_rows(p_dq, s_dq, coords, column, zeros, ROWS, BT, BK)
-            store_rows(p_dk, s_dk, coords, column, zeros, ROWS, BT, BK)
-            store_rows(p_dg, s_dg, coords, column, zeros, ROWS, BT, BK)
+            if outputs.dv is not None:
+                store_rows(outputs.dv, outputs.s_dv, coords, column, zeros, ROWS, BT, BK)
+            store_rows(outputs.dq, outputs.s_dq, coords, column, zeros, ROWS, BT, BK)
+            store_rows(outputs.dk, outputs.s_dk, coords, column, zeros, ROWS, BT, BK)
+            store_rows(dgate.g, dgate.s_g, coords, column, zeros, ROWS, BT, BK)
             if half == 0:
-                store_scalars(p_dbeta, s_dbeta, coords, o_1, gl.zeros([BT], gl.float32, ONE))
-            if p_dA_log is not None:
-                gl.store(p_dA_log + pid, 0.0)
-            if p_ddt_bias is not None:
+                store_scalars(outputs.dbeta, outputs.s_dbeta, coords, o_1, gl.zeros([BT], gl.float32, ONE))
+            if dgate.A_log is not None:
+                gl.store(dgate.A_log + pid, 0.0)
+            if dgate.dt_bias is not None:
                 o_k = gl.arange(0, BK, layout=ONE)
-                gl.store(p_ddt_bias + i_tile * K + column + o_k, gl.zeros([BK], gl.float32, ONE))
+                gl.store(dgate.dt_bias + i_tile * K + column + o_k, gl.zeros([BK], gl.float32, ONE))
             return
 
     t_q = gl.allocate_shared_memory(x_q.dtype, [BT, BK], x_q.layout)
@@ -359,8 +394,8 @@ def wyfold_gradients_channel_gluon(
     fence_async_shared()
     barrier()
     tile, values_ready, states_ready, tokens_ready = i_tile.to(gl.int32), bars.index(0), bars.index(1), bars.index(2)
-    column_q, column_k = (i_h * h_q).to(gl.int32) + column, (i_h * h_k).to(gl.int32) + column
-    column_g, column_do = (i_h * h_g).to(gl.int32) + column, (i_h * h_do).to(gl.int32)
+    column_q, column_k = (i_h * tokens.h_q).to(gl.int32) + column, (i_h * tokens.h_k).to(gl.int32) + column
+    column_g, column_do = (i_h * tokens.h_g).to(gl.int32) + column, (i_h * tokens.h_do).to(gl.int32)
     mbarrier.expect(values_ready, x_X.block_type.nbytes + x_e.block_type.nbytes + x_do.block_type.nbytes)
     tma_load(x_X, [tile * BT, 0], values_ready, t_X)
     tma_load(x_e, [tile * BT, 0], values_ready, t_e)
@@ -374,28 +409,28 @@ def wyfold_gradients_channel_gluon(
     tma_load(x_k, [coords.token, column_k], tokens_ready, t_k)
 
     beta = gl.where(o_1 < rows, 1.0, 0.0)
-    if p_beta is not None:
-        beta = load_scalars(p_beta, s_beta, coords, o_1)
+    if strength.beta is not None:
+        beta = load_scalars(strength.beta, strength.s_beta, coords, o_1)
         if LOGIT:
-            beta = gl.where(o_1 < rows, sigmoid(beta) * beta_most, 0.0)
+            beta = gl.where(o_1 < rows, sigmoid(beta) * strength.most, 0.0)
     betas.store(beta)
     norms_q, norms_k = betas, betas
     if NORM:
         norms_q = gl.allocate_shared_memory(gl.float32, [BT], NUMBERS)
         norms_k = gl.allocate_shared_memory(gl.float32, [BT], NUMBERS)
-        norms_q.store(_reciprocal_norms(p_q, s_q, coords, ROWS, BT, K))
-        norms_k.store(_reciprocal_norms(p_k, s_k, coords, ROWS, BT, K))
+        norms_q.store(_reciprocal_norms(tokens.q, tokens.s_q, coords, ROWS, BT, K))
+        norms_k.store(_reciprocal_norms(tokens.k, tokens.s_k, coords, ROWS, BT, K))
     rate = 1.0
-    if p_A_log is not None:
-        rate = exp(gl.load(p_A_log + i_h).to(gl.float32))
-    gate = Gate(rate, lower_bound, clamp)
-    if p_dv is not None:
+    if gate.A_log is not None:
+        rate = exp(gl.load(gate.A_log + i_h).to(gl.float32))
+    activation = GateActivation(rate, gate.lower_bound, gate.clamp)
+    if outputs.dv is not None:
         # Half of v's columns, loaded from global memory: only dv needs X in this layout.
         o_t, o_v = gl.arange(0, BT, layout=gl.SliceLayout(1, ROWS)), gl.arange(0, BK, layout=gl.SliceLayout(0, ROWS))
-        X = gl.load(p_X + i_tile * (BT * V) + column + o_t[:, None] * V + o_v[None, :]).to(gl.float32)
+        X = gl.load(tokens.X + i_tile * (BT * V) + column + o_t[:, None] * V + o_v[None, :]).to(gl.float32)
         barrier()
-        X = X * (betas.load(gl.SliceLayout(1, ROWS)) * unit)[:, None]
-        store_rows(p_dv, s_dv, coords, column, X, ROWS, BT, BK)
+        X = X * (betas.load(gl.SliceLayout(1, ROWS)) * factors.unit)[:, None]
+        store_rows(outputs.dv, outputs.s_dv, coords, column, X, ROWS, BT, BK)
     else:
         barrier()
 
@@ -416,18 +451,18 @@ def wyfold_gradients_channel_gluon(
     dk = warpgroup_mma(t_S.permute((1, 0)), t_X.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     dw = warpgroup_mma(t_dS.permute((1, 0)), t_e.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     o_r, o_c = gl.arange(0, BT, layout=gl.SliceLayout(1, LC)), gl.arange(0, BT, layout=gl.SliceLayout(0, LC))
-    carried = gl.sum(gl.where(o_r[:, None] == o_c[None, :], trace, 0.0), axis=1) * unit
+    carried = gl.sum(gl.where(o_r[:, None] == o_c[None, :], trace, 0.0), axis=1) * factors.unit
     carried = gl.convert_layout(carried, CH, assert_trivial=True)
     beta_r, beta_c = betas.load(gl.SliceLayout(1, LC)), betas.load(gl.SliceLayout(0, LC))
-    if p_dbeta is not None:
+    if outputs.dbeta is not None:
         if half == 0:
-            dbeta = gl.sum(gl.where(o_r[:, None] == o_c[None, :], dJ, 0.0), axis=1) * unit
+            dbeta = gl.sum(gl.where(o_r[:, None] == o_c[None, :], dJ, 0.0), axis=1) * factors.unit
             if LOGIT:
-                dbeta = sigmoid_bwd(load_scalars(p_beta, s_beta, coords, o_r), dbeta) * beta_most
-            store_scalars(p_dbeta, s_dbeta, coords, o_r, dbeta)
-    read, written = gl.full([BT], scale, gl.float32, gl.SliceLayout(0, LC)), beta_c * unit
-    erased = beta_c * erased_unit
-    dP, dJ = dP * (scale * beta_c)[None, :], dJ * (beta_c[None, :] * (-beta_r * erased_unit)[:, None])
+                dbeta = sigmoid_bwd(load_scalars(strength.beta, strength.s_beta, coords, o_r), dbeta) * strength.most
+            store_scalars(outputs.dbeta, outputs.s_dbeta, coords, o_r, dbeta)
+    read, written = gl.full([BT], factors.scale, gl.float32, gl.SliceLayout(0, LC)), beta_c * factors.unit
+    erased = beta_c * factors.erased_unit
+    dP, dJ = dP * (factors.scale * beta_c)[None, :], dJ * (beta_c[None, :] * (-beta_r * factors.erased_unit)[:, None])
     if NORM:
         r_c = norms_k.load(gl.SliceLayout(0, LC))
         read, written, erased = read * norms_q.load(gl.SliceLayout(0, LC)), written * r_c, erased * r_c
@@ -473,12 +508,12 @@ def wyfold_gradients_channel_gluon(
     logs = t_g
     if ACTIVATION != "given":
         logs = gl.allocate_shared_memory(gl.float32, [BT, BK], gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))
-        _store_log_gates(logs, t_g, p_dt_bias, i_h * K + column, gate, rows, ROLLED, ACTIVATION, BT, BK)
+        _store_log_gates(logs, t_g, gate.dt_bias, i_h * K + column, activation, rows, ROLLED, ACTIVATION, BT, BK)
     E = _empty_tuple()
     for n in gl.static_range(4):
         log_g = _load_quarter(logs, n, L)
         if ACTIVATION == "given":
-            log_g = _log_gate(log_g, 0.0, gate, True, ACTIVATION)
+            log_g = _log_gate(log_g, 0.0, activation, True, ACTIVATION)
         E = _concat_tuples(E, _split2_columns(exp2(gl.sum(log_g.reshape([BK, 2, 8]), axis=2)), CH))
         since_start, until_end = _sums_inside_sub_chunks(log_g)
         I[n].store(exp2(since_start))
@@ -565,31 +600,35 @@ def wyfold_gradients_channel_gluon(
         t_dw.index(h).store(halves[h][2])
         t_over.index(h).store(halves[h][3])
     near_bias = 0.0
-    if p_dt_bias is not None:
+    if gate.dt_bias is not None:
         o_b = gl.arange(0, BK, layout=gl.SliceLayout(0, NEAR))
-        near_bias = gl.load(p_dt_bias + i_h * K + column + o_b).to(gl.float32)[None, :]
+        near_bias = gl.load(gate.dt_bias + i_h * K + column + o_b).to(gl.float32)[None, :]
     tiles = NearTiles(near, t_dq, t_dk, t_dw, t_over, t_q, t_k, t_g, logs)
-    p_dots = p_norm_dots
+    p_dots = tokens.norm_dots
     if NORM:
-        p_dots = p_norm_dots + pid * (2 * BT)
+        p_dots = tokens.norm_dots + pid * (2 * BT)
     sum_A, sum_x = 0.0, gl.zeros([BK], gl.float32, gl.SliceLayout(0, NEAR))
     if ROLLED:
         for h in range(2):
-            dA, dx = _near_pairs_half(tiles, h, p_dots, near_bias, gate, rows, ROLLED, ACTIVATION, CLAMPED, NORM, NEAR)
+            dA, dx = _near_pairs_half(
+                tiles, h, p_dots, near_bias, activation, rows, ROLLED, ACTIVATION, CLAMPED, NORM, NEAR
+            )
             sum_A, sum_x = sum_A + dA, sum_x + dx
     else:
         for h in gl.static_range(2):
-            dA, dx = _near_pairs_half(tiles, h, p_dots, near_bias, gate, rows, ROLLED, ACTIVATION, CLAMPED, NORM, NEAR)
+            dA, dx = _near_pairs_half(
+                tiles, h, p_dots, near_bias, activation, rows, ROLLED, ACTIVATION, CLAMPED, NORM, NEAR
+            )
             sum_A, sum_x = sum_A + dA, sum_x + dx
-    if p_ddt_bias is not None:
-        gl.store(p_ddt_bias + i_tile * K + column + gl.arange(0, BK, layout=gl.SliceLayout(0, NEAR)), sum_x)
-    if p_dA_log is not None:
-        gl.store(p_dA_log + pid, sum_A)
+    if dgate.dt_bias is not None:
+        gl.store(dgate.dt_bias + i_tile * K + column + gl.arange(0, BK, layout=gl.SliceLayout(0, NEAR)), sum_x)
+    if dgate.A_log is not None:
+        gl.store(dgate.A_log + pid, sum_A)
     fence_async_shared()
     barrier()
-    store_token_tile(x_dq, p_dq, s_dq, coords, column, t_q, WHOLE, BT, BK)
-    store_token_tile(x_dk, p_dk, s_dk, coords, column, t_k, WHOLE, BT, BK)
-    store_token_tile(x_dg, p_dg, s_dg, coords, column, t_g, WHOLE, BT, BK)
+    store_token_tile(x_dq, outputs.dq, outputs.s_dq, coords, column, t_q, WHOLE, BT, BK)
+    store_token_tile(x_dk, outputs.dk, outputs.s_dk, coords, column, t_k, WHOLE, BT, BK)
+    store_token_tile(x_dg, dgate.g, dgate.s_g, coords, column, t_g, WHOLE, BT, BK)
     tma.store_wait(pendings=0)
     bars._keep_alive()  # the memory of an mbarrier must not be reused (docs/facts/hopper.md, KDA-NAN-1)
 
@@ -624,7 +663,7 @@ def wyfold_gradients_norm_gluon(
     L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
     pid = gl.program_id(0).to(gl.int64)
     i_c, i_h = pid // HV, pid % HV
-    i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
+    i_n, _, b, t, rows = chunk_span(i_c, Packing(p_cu, p_first, p_sequence), T, per_sequence, PACKED, BT)
     if PACKED:
         if i_n == N:
             return
@@ -777,7 +816,7 @@ def _store_log_gates(
     t_g,
     p_dt_bias,
     parameters,
-    gate,
+    activation,
     rows,
     ROLLED: gl.constexpr,
     ACTIVATION: gl.constexpr,
@@ -793,11 +832,11 @@ def _store_log_gates(
     if ROLLED:
         for n in range(BT // 16):
             raw = _row_block(t_g, n, 16).load(G).to(gl.float32)
-            _row_block(logs, n, 16).store(_log_gate(raw, bias, gate, (16 * n + o_t < rows)[:, None], ACTIVATION))
+            _row_block(logs, n, 16).store(_log_gate(raw, bias, activation, (16 * n + o_t < rows)[:, None], ACTIVATION))
     else:
         for n in gl.static_range(BT // 16):
             raw = t_g.slice(16 * n, 16).load(G).to(gl.float32)
-            logs.slice(16 * n, 16).store(_log_gate(raw, bias, gate, (16 * n + o_t < rows)[:, None], ACTIVATION))
+            logs.slice(16 * n, 16).store(_log_gate(raw, bias, activation, (16 * n + o_t < rows)[:, None], ACTIVATION))
 
 
 @gluon.jit
@@ -815,7 +854,7 @@ def _near_pairs_half(
     h,
     p_dots,
     bias,
-    gate,
+    activation,
     rows,
     ROLLED: gl.constexpr,
     ACTIVATION: gl.constexpr,
@@ -840,7 +879,7 @@ def _near_pairs_half(
     raw = None
     if ACTIVATION == "given":
         raw = t_g.load(NEAR).to(gl.float32)
-        a = exp2(_log_gate(raw, 0.0, gate, True, ACTIVATION))
+        a = exp2(_log_gate(raw, 0.0, activation, True, ACTIVATION))
     else:
         a = exp2(_row_block(tiles.logs, h, 32).load(NEAR))
     dq, dk = tiles.dq.index(h).permute((1, 0)).load(NEAR), tiles.dk.index(h).permute((1, 0)).load(NEAR)
@@ -855,7 +894,9 @@ def _near_pairs_half(
     t_k.store(dk.to(t_k.dtype))
     if raw is None:
         raw = t_g.load(NEAR).to(gl.float32)
-    dx, dA = activated_bwd(raw, dg, gate.rate, bias, gate.lower_bound, gate.clamp, CLAMPED, ACTIVATION)
+    dx, dA = activated_bwd(
+        raw, dg, activation.rate, bias, activation.lower_bound, activation.clamp, CLAMPED, ACTIVATION
+    )
     t_g.store(dx.to(t_g.dtype))
     dA = gl.sum(gl.sum(gl.where(is_token, dA, 0.0), axis=1), axis=0)
     return dA, gl.sum(gl.where(is_token, dx, 0.0), axis=0)
@@ -1059,9 +1100,9 @@ def _register_operand(x, dtype: gl.constexpr, L: gl.constexpr):
 
 
 @gluon.jit
-def _log_gate(x, bias, gate, is_token, ACTIVATION: gl.constexpr):
+def _log_gate(x, bias, activation, is_token, ACTIVATION: gl.constexpr):
     """Log gate to base 2; zero in rows without a token, where x is zero."""
-    g = activated(x, gate.rate, bias, gate.lower_bound, gate.clamp, ACTIVATION)
+    g = activated(x, activation.rate, bias, activation.lower_bound, activation.clamp, ACTIVATION)
     if ACTIVATION != "given":
         g = gl.where(is_token, g, 0.0)
     return gl.fma(g, LOG2_E, 0.0)  # rounded here, so that no later addition is fused with the product

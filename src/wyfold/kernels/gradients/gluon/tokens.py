@@ -10,6 +10,25 @@ from triton.experimental.gluon import language as gl
 from wyfold.tile.index.gluon import tma_store
 
 
+class Outputs(NamedTuple):
+    """Kernel argument: gradients that are written, each with its strides.
+
+    Attributes:
+        dq, s_dq, dk, s_dk, dv, s_dv: Gradients of the tokens, for chunks that are not full.
+        dbeta, s_dbeta: Gradient of the write strength, or None.
+    """
+
+    dq: Any
+    s_dq: Any
+    dk: Any
+    s_dk: Any
+    dv: Any
+    s_dv: Any
+    dbeta: Any
+    s_dbeta: Any
+    end: None = None
+
+
 class Coords(NamedTuple):
     """Coordinates of a program's chunk.
 

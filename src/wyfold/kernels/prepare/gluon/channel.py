@@ -38,6 +38,8 @@ and P^T.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -58,7 +60,7 @@ from wyfold.runtime.kernel_configs import processors, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.triton import LOG2_E, sigmoid
-from wyfold.tile.decay.triton import FLOOR, activated, gate_kind
+from wyfold.tile.decay.triton import FLOOR, Gate, activated, gate_kind
 from wyfold.tile.dot.gluon import add, bf16_pair, bf16_parts, exp2, mm_pairs_async, stack_rows
 from wyfold.tile.index.gluon import (
     ELEMENTS,
@@ -73,7 +75,10 @@ from wyfold.tile.index.gluon import (
     token_tile,
 )
 from wyfold.tile.index.triton import (
+    Packing,
+    Strength,
     TmaDescriptor,
+    TokenRows,
     all_or_none,
     chunk_span,
     require_descriptors,
@@ -134,47 +139,41 @@ def prepare(
     config = tuned("prepare.gluon", launch_key(q.dtype, K, V, C, gate_kind(g), folded), q.device)
     rows = all_or_none((q, k, g), [token_descriptor(q, C, K), token_descriptor(k, C, K), _gate_descriptor(g, C)])
     full = grid.cu is None and grid.tokens % C == 0
+    tokens = gluon_descriptors(rows[:2], 2 * BK.value) + gluon_descriptors(rows[2:]) if rows else (q, k, g)
+    x_q, x_k, x_g = tokens
+    x_qd, x_kd, x_E, x_F, x_W = gluon_descriptors(factors, 2 * BK.value)
     launch_kernel(
         wyfold_prepare_channel_gluon,
         min(tiles, RESIDENT * processors(q.device)) if full and rows is not None else tiles,
-        *(gluon_descriptors(rows[:2], 2 * BK.value) + gluon_descriptors(rows[2:]) if rows else (q, k, g)),
-        q.stride(),
-        k.stride(),
-        strides(g),
-        beta,
-        strides(beta),
-        A_log,
-        dt_bias,
-        o,
-        o.stride(),
-        found.rows,
-        found.total,
-        *gluon_descriptors(factors, 2 * BK.value),
-        grid.cu,
-        grid.first,
-        grid.sequence,
-        grid.sequences,
-        tiles,
-        grid.tokens,
-        grid.per_sequence,
-        options.lower_bound,
-        options.clamp or FLOOR,
-        options.beta_most,
-        float(options.erases),
-        int(clear),
-        int(found.W is not None),
-        H=H,
-        HV=HV,
-        K=K,
-        V=V,
-        BT=C,
-        BV=tile_width(V),
-        PACKED=grid.cu is not None,
-        FULL=full,
-        USE_TMA=rows is not None,
-        ACTIVATION=options.activation,
-        NORM=options.qk_l2norm,
-        LOGIT=options.beta_logit,
+        x_q=x_q,
+        x_k=x_k,
+        x_g=x_g,
+        x_qd=x_qd,
+        x_kd=x_kd,
+        x_E=x_E,
+        x_F=x_F,
+        x_W=x_W,
+        tokens=Tokens(s_q=q.stride(), s_k=k.stride(), o=o, s_o=o.stride(), rows=found.rows, total=found.total),
+        gate=Gate(
+            s_g=strides(g), A_log=A_log, dt_bias=dt_bias, lower_bound=options.lower_bound, clamp=options.clamp or FLOOR
+        ),
+        strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most, erases=float(options.erases)),
+        packing=Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),
+        N=grid.sequences,
+        tiles=tiles,
+        T=grid.tokens,
+        per_sequence=grid.per_sequence,
+        clear=int(clear),
+        with_w=int(found.W is not None),
+        SIZES=Sizes(H=H, HV=HV, K=K, V=V, BT=C, BV=tile_width(V)),
+        FLAGS=Flags(
+            PACKED=grid.cu is not None,
+            FULL=full,
+            USE_TMA=rows is not None,
+            ACTIVATION=options.activation,
+            NORM=options.qk_l2norm,
+            LOGIT=options.beta_logit,
+        ),
         **config.options(),
     )
     return found
@@ -192,60 +191,89 @@ def _gate_descriptor(x: Tensor | None, C: int) -> TmaDescriptor | None:
     return None if x is None or x.dtype not in ELEMENTS else token_descriptor(x, C, x.shape[3])
 
 
-NUMBERS = "N tiles T per_sequence lower_bound clamp beta_most erases clear with_w".split()
+class Tokens(NamedTuple):
+    """Kernel argument: how the tokens lie in memory, and the fields of `Prepared` that are written through pointers.
+
+    Attributes:
+        s_q, s_k: Strides of q and k.
+        o, s_o: Output of the call, and its strides.
+        rows, total: See `Prepared`.
+    """
+
+    s_q: Any
+    s_k: Any
+    o: Any
+    s_o: Any
+    rows: Any
+    total: Any
+    end: None = None
 
 
-@gluon.jit(do_not_specialize=NUMBERS)
+class Sizes(NamedTuple):
+    """Constexprs: sizes of the call and of tiles."""
+
+    H: int
+    HV: int
+    K: int
+    V: int
+    BT: int
+    BV: int
+
+
+class Flags(NamedTuple):
+    """Constexprs: variant of the kernel.
+
+    Attributes:
+        PACKED, FULL: Whether the batch is packed, and whether every chunk is full.
+        USE_TMA: Whether q, k and g are descriptors.
+        ACTIVATION: The gate's activation.
+        NORM, LOGIT: Whether q and k are normalised, and whether beta is a logit.
+    """
+
+    PACKED: bool
+    FULL: bool
+    USE_TMA: bool
+    ACTIVATION: str
+    NORM: bool
+    LOGIT: bool
+
+
+@gluon.jit(do_not_specialize=["N", "tiles", "T", "per_sequence", "clear", "with_w"])
 def wyfold_prepare_channel_gluon(
     x_q,
     x_k,
     x_g,
-    s_q,
-    s_k,
-    s_g,
-    p_beta,
-    s_beta,
-    p_A_log,
-    p_dt_bias,
-    p_o,
-    s_o,
-    p_rows,
-    p_total,
     x_qd,
     x_kd,
     x_E,
     x_F,
     x_W,
-    p_cu,
-    p_first,
-    p_sequence,
+    tokens,
+    gate,
+    strength,
+    packing,
     N,
     tiles,
     T,
     per_sequence,
-    lower_bound,
-    clamp,
-    beta_most,
-    erases,
     clear,
     with_w,
-    H: gl.constexpr,
-    HV: gl.constexpr,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    BT: gl.constexpr,
-    BV: gl.constexpr,
-    PACKED: gl.constexpr,
-    FULL: gl.constexpr,
-    USE_TMA: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    NORM: gl.constexpr,
-    LOGIT: gl.constexpr,
+    SIZES: gl.constexpr,
+    FLAGS: gl.constexpr,
 ):
-    """One program computes a chunk of one value head, or loops over such tiles where every chunk is full.
-
-    erases: As of the Triton kernel.
-    """
+    """One program computes a chunk of one value head, or loops over such tiles where every chunk is full."""
+    H: gl.constexpr = SIZES.H
+    HV: gl.constexpr = SIZES.HV
+    K: gl.constexpr = SIZES.K
+    V: gl.constexpr = SIZES.V
+    BT: gl.constexpr = SIZES.BT
+    BV: gl.constexpr = SIZES.BV
+    PACKED: gl.constexpr = FLAGS.PACKED
+    FULL: gl.constexpr = FLAGS.FULL
+    USE_TMA: gl.constexpr = FLAGS.USE_TMA
+    ACTIVATION: gl.constexpr = FLAGS.ACTIVATION
+    NORM: gl.constexpr = FLAGS.NORM
+    LOGIT: gl.constexpr = FLAGS.LOGIT
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     HALF: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     SLIM: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
@@ -268,13 +296,11 @@ def wyfold_prepare_channel_gluon(
     TOKEN_FROM_PID: gl.constexpr = FULL and USE_TMA
     b, t, rows = None, None, BT
     if not TOKEN_FROM_PID:
-        i_n, _, b, t, rows = chunk_span(
-            (pid // HV).to(gl.int64), p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT
-        )
+        i_n, _, b, t, rows = chunk_span((pid // HV).to(gl.int64), packing, T, per_sequence, PACKED, BT)
         if PACKED:
             if i_n == N:
                 if clear:
-                    clear_tokens(p_o, s_o, b, t, (pid % HV).to(gl.int64), rows, V, BT, BV)
+                    clear_tokens(tokens.o, tokens.s_o, TokenRows(b, t, rows), (pid % HV).to(gl.int64), V, BT, BV)
                 return
 
     gate_buffer = gl.allocate_shared_memory(gl.float32, [BT, K], FULL32)
@@ -296,15 +322,15 @@ def wyfold_prepare_channel_gluon(
         fence_async_shared()
         barrier()
         token, head = pid // HV * BT if TOKEN_FROM_PID else (b * T + t).to(gl.int32), pid % HV
-        _load_gates(x_g, s_g, token, head, gates_ready, G)
-        _load_tokens(x_k, s_k, x_q, s_q, token, head // (HV // H), tokens_ready, keys, queries)
+        _load_gates(x_g, gate.s_g, token, head, gates_ready, G)
+        _load_tokens(x_k, tokens.s_k, x_q, tokens.s_q, token, head // (HV // H), tokens_ready, keys, queries)
         barrier()  # as in `scalar`: otherwise the assembler moves the last load behind beta's arrival
     else:
         head = (pid % HV).to(gl.int64)
         G = gate_buffer
-        G.store(token_tile(x_g, s_g, b, t, head, rows, K, BT).to(gl.float32))
-        keys.store(token_tile(x_k, s_k, b, t, head // (HV // H), rows, K, BT))
-        queries.store(token_tile(x_q, s_q, b, t, head // (HV // H), rows, K, BT))
+        G.store(token_tile(x_g, gate.s_g, TokenRows(b, t, rows), head, K, BT).to(gl.float32))
+        keys.store(token_tile(x_k, tokens.s_k, TokenRows(b, t, rows), head // (HV // H), K, BT))
+        queries.store(token_tile(x_q, tokens.s_q, TokenRows(b, t, rows), head // (HV // H), K, BT))
     phase = 0
     last = tiles if TOKEN_FROM_PID else pid + 1
     # No hoisting: values common to all tiles, mostly addresses of lanes, would spill if they were kept.
@@ -312,18 +338,16 @@ def wyfold_prepare_channel_gluon(
         i_tile, i_hv = tile.to(gl.int64), (tile % HV).to(gl.int64)
         i_b, i_t = b, t
         if TOKEN_FROM_PID:
-            _, _, i_b, i_t, _ = chunk_span(
-                (tile // HV).to(gl.int64), p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT
-            )
+            _, _, i_b, i_t, _ = chunk_span((tile // HV).to(gl.int64), packing, T, per_sequence, PACKED, BT)
 
         # Per-row numbers, two in each lane of every warp.
         o = gl.arange(0, BT, layout=ONE)
         beta = gl.where(o < rows, 1.0, 0.0)
-        if p_beta is not None:
-            at = p_beta + (i_b * s_beta[0] + i_t * s_beta[1] + i_hv * s_beta[2])
-            beta = gl.load(at + o.to(gl.int64) * s_beta[1], mask=o < rows, other=0.0).to(gl.float32)
+        if strength.beta is not None:
+            first = strength.beta + (i_b * strength.s_beta[0] + i_t * strength.s_beta[1] + i_hv * strength.s_beta[2])
+            beta = gl.load(first + o.to(gl.int64) * strength.s_beta[1], mask=o < rows, other=0.0).to(gl.float32)
             if LOGIT:
-                beta = gl.where(o < rows, sigmoid(beta) * beta_most, 0.0)
+                beta = gl.where(o < rows, sigmoid(beta) * strength.most, 0.0)
 
         if USE_TMA:
             mbarrier.wait(gates_ready, phase)
@@ -337,14 +361,14 @@ def wyfold_prepare_channel_gluon(
             reinterpret(gates, gl.float32, [NB, BT, BK], gl.SwizzledSharedLayout(8, 1, 4, [2, 1, 0])),
             border_decays,
             rest_sums,
-            p_A_log,
-            p_dt_bias,
-            p_total,
+            gate.A_log,
+            gate.dt_bias,
+            tokens.total,
             i_tile,
             i_hv,
             rows,
-            lower_bound,
-            clamp,
+            gate.lower_bound,
+            gate.clamp,
             FULL,
             ACTIVATION,
             K,
@@ -352,8 +376,8 @@ def wyfold_prepare_channel_gluon(
         nonzero = nonzero_beta(beta)
         safe_beta.store(nonzero)
         inverse_beta.store(1.0 / nonzero)
-        p_row = p_rows + i_tile * (4 * BT) + o
-        gl.store(p_row, gl.full([BT], erases, gl.float32, ONE))
+        p_row = tokens.rows + i_tile * (4 * BT) + o
+        gl.store(p_row, gl.full([BT], strength.erases, gl.float32, ONE))
         gl.store(p_row + BT, gl.full([BT], 1.0, gl.float32, ONE))
         gl.store(p_row + 2 * BT, gl.full([BT], 1.0, gl.float32, ONE))
         gl.store(p_row + 3 * BT, beta)
@@ -413,7 +437,7 @@ def wyfold_prepare_channel_gluon(
         after = tile + gl.num_programs(0)
         if TOKEN_FROM_PID:
             if after < tiles:
-                _load_gates(x_g, s_g, after // HV * BT, after % HV, gates_ready, G)
+                _load_gates(x_g, gate.s_g, after // HV * BT, after % HV, gates_ready, G)
         kk_1, kq_1 = _split_key_query(gram_1, LB, BT)
         kk_2, kq_2 = _split_key_query(gram_2, LB, BT)
         kk_3, kq_3 = _split_key_query(gram_3, LB, BT)
@@ -428,10 +452,10 @@ def wyfold_prepare_channel_gluon(
         block = (o_s // 16)[:, None]
         kk = gl.convert_layout(kk_own.reshape((BT, 16)), LB, assert_trivial=True)
         o_n = gl.arange(0, 16, layout=gl.SliceLayout(0, LB))
-        u_0 = _negative_U_columns(kk, kk, safe_beta, erases, 0, LB)
-        u_1 = _negative_U_columns(kk, kk_1, safe_beta, erases, 1, LB)
-        u_2 = _negative_U_columns(kk, kk_2, safe_beta, erases, 2, LB)
-        u_3 = _negative_U_columns(kk, kk_3, safe_beta, erases, 3, LB)
+        u_0 = _negative_U_columns(kk, kk, safe_beta, strength.erases, 0, LB)
+        u_1 = _negative_U_columns(kk, kk_1, safe_beta, strength.erases, 1, LB)
+        u_2 = _negative_U_columns(kk, kk_2, safe_beta, strength.erases, 2, LB)
+        u_3 = _negative_U_columns(kk, kk_3, safe_beta, strength.erases, 3, LB)
         own = gl.where(block == 0, u_0, gl.where(block == 1, u_1, gl.where(block == 2, u_2, u_3)))
         own = gl.where((o_s % 16)[:, None] < o_n[None, :], own, 0.0)
         reinterpret(near, gl.float32, [BT, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(own)
@@ -483,7 +507,7 @@ def wyfold_prepare_channel_gluon(
         if TOKEN_FROM_PID:
             if after < tiles:
                 i_h = after % HV // (HV // H)
-                _load_tokens(x_k, s_k, x_q, s_q, after // HV * BT, i_h, tokens_ready, keys, queries)
+                _load_tokens(x_k, tokens.s_k, x_q, tokens.s_q, after // HV * BT, i_h, tokens_ready, keys, queries)
         tma_store_upper(x_F, tile, out, 2)
         tma_store(x_E, [tile * BT, 0], out_E)
         if with_w:

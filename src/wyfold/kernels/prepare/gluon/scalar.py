@@ -39,7 +39,7 @@ from wyfold.runtime.kernel_configs import tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.triton import LOG2_E, sigmoid
-from wyfold.tile.decay.triton import FLOOR, gate_flags, gate_kind, log_gate
+from wyfold.tile.decay.triton import FLOOR, Gate, gate_flags, gate_kind, log_gate
 from wyfold.tile.dot.gluon import add, bf16_pair, exp2, mm_pairs_async
 from wyfold.tile.index.gluon import (
     barrier,
@@ -52,6 +52,9 @@ from wyfold.tile.index.gluon import (
     token_tile,
 )
 from wyfold.tile.index.triton import (
+    Packing,
+    Strength,
+    TokenRows,
     all_or_none,
     chunk_span,
     require_descriptors,
@@ -103,41 +106,33 @@ def prepare(
     key = launch_key(q.dtype, K, V, C, gate, folded)._replace(norm=options.qk_l2norm)
     config = tuned("prepare.gluon", key, q.device)
     rows = all_or_none((q, k), [token_descriptor(x, C, K) for x in (q, k)])
+    x_q, x_k = gluon_descriptors(rows or (q, k))
+    x_F, x_W, x_FB = gluon_descriptors(factors)
     launch_kernel(
         wyfold_prepare_gluon,
         tiles,
-        *gluon_descriptors(rows or (q, k)),
-        q.stride(),
-        k.stride(),
-        g,
-        strides(g),
-        beta,
-        strides(beta),
-        A_log,
-        dt_bias,
-        o,
-        o.stride(),
-        found.rows,
-        found.total,
-        found.rows_bwd,
-        *gluon_descriptors(factors),
-        grid.cu,
-        grid.first,
-        grid.sequence,
-        grid.sequences,
-        grid.tokens,
-        grid.per_sequence,
-        options.lower_bound,
-        options.clamp or FLOOR,
-        options.beta_most,
-        float(options.erases),
-        int(clear),
-        H=H,
-        HV=HV,
-        K=K,
-        V=V,
-        BT=C,
-        BV=tile_width(V),
+        x_q=x_q,
+        x_k=x_k,
+        x_F=x_F,
+        x_W=x_W,
+        x_FB=x_FB,
+        tokens=Tokens(s_q=q.stride(), s_k=k.stride(), o=o, s_o=o.stride()),
+        gate=Gate(
+            g=g,
+            s_g=strides(g),
+            A_log=A_log,
+            dt_bias=dt_bias,
+            lower_bound=options.lower_bound,
+            clamp=options.clamp or FLOOR,
+        ),
+        strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most, erases=float(options.erases)),
+        factors=RowFactors(rows=found.rows, rows_bwd=found.rows_bwd, total=found.total),
+        packing=Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),
+        N=grid.sequences,
+        T=grid.tokens,
+        per_sequence=grid.per_sequence,
+        clear=int(clear),
+        SIZES=Sizes(H=H, HV=HV, K=K, V=V, BT=C, BV=tile_width(V)),
         PACKED=grid.cu is not None,
         FULL=grid.cu is None and grid.tokens % C == 0,
         USE_TMA=rows is not None,
@@ -149,6 +144,40 @@ def prepare(
         **config.options(),
     )
     return found
+
+
+class Tokens(NamedTuple):
+    """Kernel argument: how the tokens lie in memory.
+
+    Attributes:
+        s_q, s_k: Strides of q and k.
+        o, s_o: Output of the call, and its strides.
+    """
+
+    s_q: Any
+    s_k: Any
+    o: Any
+    s_o: Any
+    end: None = None
+
+
+class RowFactors(NamedTuple):
+    """Kernel argument: the fields of `Prepared` that are written through pointers."""
+
+    rows: Any
+    rows_bwd: Any
+    total: Any
+
+
+class Sizes(NamedTuple):
+    """Constexprs: sizes of the call and of tiles."""
+
+    H: int
+    HV: int
+    K: int
+    V: int
+    BT: int
+    BV: int
 
 
 class RowNumbers(NamedTuple):
@@ -170,43 +199,23 @@ class RowNumbers(NamedTuple):
     r_q: Any
 
 
-@gluon.jit(do_not_specialize=["N", "T", "per_sequence", "lower_bound", "clamp", "beta_most", "erases", "clear"])
+@gluon.jit(do_not_specialize=["N", "T", "per_sequence", "clear"])
 def wyfold_prepare_gluon(
     x_q,
     x_k,
-    s_q,
-    s_k,
-    p_g,
-    s_g,
-    p_beta,
-    s_beta,
-    p_A_log,
-    p_dt_bias,
-    p_o,
-    s_o,
-    p_rows,
-    p_total,
-    p_back,
     x_F,
     x_W,
     x_FB,
-    p_cu,
-    p_first,
-    p_sequence,
+    tokens,
+    gate,
+    strength,
+    factors,
+    packing,
     N,
     T,
     per_sequence,
-    lower_bound,
-    clamp,
-    beta_most,
-    erases,
     clear,
-    H: gl.constexpr,
-    HV: gl.constexpr,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    BT: gl.constexpr,
-    BV: gl.constexpr,
+    SIZES: gl.constexpr,
     PACKED: gl.constexpr,
     FULL: gl.constexpr,
     USE_TMA: gl.constexpr,
@@ -216,7 +225,13 @@ def wyfold_prepare_gluon(
     NORM: gl.constexpr,
     LOGIT: gl.constexpr,
 ):
-    """One program computes the factors of a chunk of one value head. erases: As of the Triton kernel."""
+    """One program computes the factors of a chunk of one value head."""
+    H: gl.constexpr = SIZES.H
+    HV: gl.constexpr = SIZES.HV
+    K: gl.constexpr = SIZES.K
+    V: gl.constexpr = SIZES.V
+    BT: gl.constexpr = SIZES.BT
+    BV: gl.constexpr = SIZES.BV
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     HALF: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     SLIM: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
@@ -236,11 +251,11 @@ def wyfold_prepare_gluon(
     TOKEN_FROM_PID: gl.constexpr = FULL and USE_TMA
     b, t, rows = None, None, BT
     if not TOKEN_FROM_PID:
-        i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
+        i_n, _, b, t, rows = chunk_span(i_c, packing, T, per_sequence, PACKED, BT)
         if PACKED:
             if i_n == N:
                 if clear:
-                    clear_tokens(p_o, s_o, b, t, i_hv, rows, V, BT, BV)
+                    clear_tokens(tokens.o, tokens.s_o, TokenRows(b, t, rows), i_hv, V, BT, BV)
                 return
 
     k = gl.allocate_shared_memory(gl.bfloat16, [BT, K], WIDE)
@@ -265,28 +280,28 @@ def wyfold_prepare_gluon(
         fence_async_shared()
         barrier()
         token = (i_c * BT).to(gl.int32) if TOKEN_FROM_PID else (b * T + t).to(gl.int32)
-        tma_load(x_k, [token, (i_h * s_k[2]).to(gl.int32)], k_ready, k)
-        tma_load(x_q, [token, (i_h * s_q[2]).to(gl.int32)], q_ready, q)
+        tma_load(x_k, [token, (i_h * tokens.s_k[2]).to(gl.int32)], k_ready, k)
+        tma_load(x_q, [token, (i_h * tokens.s_q[2]).to(gl.int32)], q_ready, q)
         # Without this barrier the assembler moves the load of q behind the gate's arrival (docs/facts/hopper.md,
         # SASS-6).
         barrier()
     else:
-        k.store(token_tile(x_k, s_k, b, t, i_h, rows, K, BT))
-        q.store(token_tile(x_q, s_q, b, t, i_h, rows, K, BT))
+        k.store(token_tile(x_k, tokens.s_k, TokenRows(b, t, rows), i_h, K, BT))
+        q.store(token_tile(x_q, tokens.s_q, TokenRows(b, t, rows), i_h, K, BT))
         fence_async_shared()
         barrier()
     if TOKEN_FROM_PID:
-        _, _, b, t, _ = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, BT)
+        _, _, b, t, _ = chunk_span(i_c, packing, T, per_sequence, PACKED, BT)
 
     # Per-row numbers, two in each lane of every warp. Their arithmetic comes after the first products are issued.
     o = gl.arange(0, BT, layout=ONE)
     beta, x = gl.where(o < rows, 1.0, 0.0), 0.0
-    if p_beta is not None:
-        at = p_beta + (b * s_beta[0] + t * s_beta[1] + i_hv * s_beta[2])
-        beta = gl.load(at + o.to(gl.int64) * s_beta[1], mask=o < rows, other=0.0).to(gl.float32)
+    if strength.beta is not None:
+        first = strength.beta + (b * strength.s_beta[0] + t * strength.s_beta[1] + i_hv * strength.s_beta[2])
+        beta = gl.load(first + o.to(gl.int64) * strength.s_beta[1], mask=o < rows, other=0.0).to(gl.float32)
     if SCALAR:
-        at = p_g + (b * s_g[0] + t * s_g[1] + i_hv * s_g[2])
-        x = gl.load(at + o.to(gl.int64) * s_g[1], mask=o < rows, other=0.0).to(gl.float32)
+        first = gate.g + (b * gate.s_g[0] + t * gate.s_g[1] + i_hv * gate.s_g[2])
+        x = gl.load(first + o.to(gl.int64) * gate.s_g[1], mask=o < rows, other=0.0).to(gl.float32)
 
     zero_acc = gl.zeros([BT, BT], gl.float32, LC)
     if USE_TMA:
@@ -300,8 +315,8 @@ def wyfold_prepare_gluon(
         numbers.r_q.store(_reciprocal_norm(q, K, BT))
     kq = warpgroup_mma(k, q.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
 
-    if LOGIT and p_beta is not None:
-        beta = gl.where(o < rows, sigmoid(beta) * beta_most, 0.0)
+    if LOGIT and strength.beta is not None:
+        beta = gl.where(o < rows, sigmoid(beta) * strength.most, 0.0)
     safe_beta = nonzero_beta(beta)
     numbers.safe_beta.store(safe_beta)
     if x_F is not None:
@@ -309,12 +324,25 @@ def wyfold_prepare_gluon(
     if x_FB is not None:
         numbers.beta_mask.store(gl.where(safe_beta == beta, 1.0, 0.0))
     if SCALAR:
-        x = log_gate(x, p_A_log, p_dt_bias, i_hv, 0, lower_bound, clamp, GATE, ACTIVATION, K, K)
+        x = log_gate(x, gate, i_hv, 0, GATE, ACTIVATION, K, K)
         numbers.G.store(gl.associative_scan(gl.where(o < rows, x, 0.0), 0, add))
     barrier()
     _store_rows(
-        p_rows, p_back, p_total, numbers, beta, erases, i_tile, rows, x_FB is not None, FULL, SCALAR, NORM, BT, ONE
-    )  # fmt: skip
+        factors.rows,
+        factors.rows_bwd,
+        factors.total,
+        numbers,
+        beta,
+        strength.erases,
+        i_tile,
+        rows,
+        x_FB is not None,
+        FULL,
+        SCALAR,
+        NORM,
+        BT,
+        ONE,
+    )
     kk, kq = warpgroup_mma_wait(0, deps=[kk, kq])
     barrier()
 
@@ -324,10 +352,18 @@ def wyfold_prepare_gluon(
     P = reinterpret(k, gl.bfloat16, [8, 16, BT], WIDE)
     kk_0, kk_1, kk_2, kk_3 = split4_columns(kk, BT, LB)
     kq_0, kq_1, kq_2, kq_3 = split4_columns(kq, BT, LB)
-    diagonal, u_3, p_3 = _weighted_columns(kk_3, kq_3, kk_3, numbers, erases, rows, 3, FULL, SCALAR, NORM, BT, LB)
-    diagonal, u_2, p_2 = _weighted_columns(kk_2, kq_2, diagonal, numbers, erases, rows, 2, FULL, SCALAR, NORM, BT, LB)
-    diagonal, u_1, p_1 = _weighted_columns(kk_1, kq_1, diagonal, numbers, erases, rows, 1, FULL, SCALAR, NORM, BT, LB)
-    diagonal, _, p_0 = _weighted_columns(kk_0, kq_0, diagonal, numbers, erases, rows, 0, FULL, SCALAR, NORM, BT, LB)
+    diagonal, u_3, p_3 = _weighted_columns(
+        kk_3, kq_3, kk_3, numbers, strength.erases, rows, 3, FULL, SCALAR, NORM, BT, LB
+    )
+    diagonal, u_2, p_2 = _weighted_columns(
+        kk_2, kq_2, diagonal, numbers, strength.erases, rows, 2, FULL, SCALAR, NORM, BT, LB
+    )
+    diagonal, u_1, p_1 = _weighted_columns(
+        kk_1, kq_1, diagonal, numbers, strength.erases, rows, 1, FULL, SCALAR, NORM, BT, LB
+    )
+    diagonal, _, p_0 = _weighted_columns(
+        kk_0, kq_0, diagonal, numbers, strength.erases, rows, 0, FULL, SCALAR, NORM, BT, LB
+    )
     U.store(concat4_columns(u_1, u_1, u_2, u_3))  # products do not read the first columns of -U
     PT.store(concat4_columns(p_0, p_1, p_2, p_3))
     o_s = gl.arange(0, BT, layout=ROW)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from wyfold.kernels.records import Slots
-from wyfold.kernels.recurrent.triton.tokens import CLEARED, activate_token, launch_key, load_token
+from wyfold.kernels.recurrent.triton.tokens import CLEARED, Inputs, activate_token, launch_key, load_token
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
-from wyfold.tile.decay.triton import FLOOR, gate_kind, load_token_parameters
-from wyfold.tile.index.triton import store_token_row, store_tokens, strides
+from wyfold.tile.decay.triton import FLOOR, Gate, gate_kind, load_token_parameters
+from wyfold.tile.index.triton import Strength, TokenRows, store_token_row, store_tokens, strides
 from wyfold.tile.state.triton import slot_offsets, token_step
 
 
@@ -61,53 +63,44 @@ def recurrent(
     launch_kernel(
         wyfold_recurrent_triton,
         (grid.sequences + (grid.cu is not None and o is not None)) * HV * -(-V // BV),
-        q,
-        q.stride(),
-        k,
-        k.stride(),
-        v,
-        v.stride(),
-        g,
-        strides(g),
-        beta,
-        strides(beta),
-        A_log,
-        dt_bias,
-        # Without initial states this pointer is never read. It is passed so that the tile has the same layout.
-        stored,
-        head if slots.entering is None else slots.entering.stride()[:2],
-        slots.leaving,
-        head if slots.leaving is None else slots.leaving.stride()[:2],
-        states,
-        first_state,
-        slots.source,
-        strides(slots.source),
-        target,
-        strides(target),
-        slots.given,
-        slots.accepted,
-        o,
-        strides(o),
-        grid.cu,
-        grid.sequences,
-        grid.tokens,
-        grid.sequences if slots.entering is None else slots.entering.shape[0],
-        grid.sequences if slots.leaving is None else slots.leaving.shape[0],
-        slots.pad,
-        int(slots.entering is not None),
-        1 if slots.source is None else slots.source.shape[1],
-        options.scale,
-        options.lower_bound,
-        options.clamp or FLOOR,
-        options.beta_most,
-        float(options.erases),
-        every,
-        H=H,
-        HV=HV,
-        K=K,
-        V=V,
-        BK=tile_width(K),
-        BV=BV,
+        inputs=Inputs(q=q, s_q=q.stride(), k=k, s_k=k.stride(), v=v, s_v=v.stride(), o=o, s_o=strides(o)),
+        gate=Gate(
+            g=g,
+            s_g=strides(g),
+            A_log=A_log,
+            dt_bias=dt_bias,
+            lower_bound=options.lower_bound,
+            clamp=options.clamp or FLOOR,
+        ),
+        strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most, erases=float(options.erases)),
+        # Without initial states `stored` is never read. It is passed so that the tile has the same layout.
+        states=States(
+            S0=stored,
+            s_S0=head if slots.entering is None else slots.entering.stride()[:2],
+            ST=slots.leaving,
+            s_ST=head if slots.leaving is None else slots.leaving.stride()[:2],
+            kept=states,
+            first_kept=first_state,
+        ),
+        pool=Pool(
+            source=slots.source,
+            s_source=strides(slots.source),
+            target=target,
+            s_target=strides(target),
+            given=slots.given,
+            accepted=slots.accepted,
+        ),
+        p_cu=grid.cu,
+        N=grid.sequences,
+        T=grid.tokens,
+        slots=grid.sequences if slots.entering is None else slots.entering.shape[0],
+        slots_left=grid.sequences if slots.leaving is None else slots.leaving.shape[0],
+        pad=slots.pad,
+        given=int(slots.entering is not None),
+        columns=1 if slots.source is None else slots.source.shape[1],
+        scale=options.scale,
+        every=every,
+        SIZES=Sizes(H=H, HV=HV, K=K, V=V, BK=tile_width(K), BV=BV),
         PACKED=grid.cu is not None,
         GATE=gate_kind(g),
         ACTIVATION=options.activation,
@@ -119,37 +112,63 @@ def recurrent(
     )
 
 
-NUMBERS = "N T slots slots_left pad given columns scale lower_bound clamp beta_most erases every".split()
+NUMBERS = "N T slots slots_left pad given columns scale lower_bound clamp beta_most every".split()
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+class States(NamedTuple):
+    """Kernel argument: states, with the strides of slots and heads; a head's state is contiguous.
+
+    Attributes:
+        S0, s_S0: Initial states. Without any, the pointer is never read, and has the dtype of the other states.
+        ST, s_ST: Final states, written, or None.
+        kept: [rows, HV, K, V] states after every `every` tokens, written, or None.
+        first_kept: [N] first row in `kept` of each sequence.
+    """
+
+    S0: Any
+    s_S0: Any
+    ST: Any
+    s_ST: Any
+    kept: Any = None
+    first_kept: Any = None
+    end: None = None
+
+
+class Pool(NamedTuple):
+    """Kernel argument: slots of the states, as in `Slots`; each table with its strides, or None.
+
+    Attributes:
+        source, s_source, target, s_target: Slots of the initial and the final states.
+        given, accepted: As in `Slots`.
+    """
+
+    source: Any
+    s_source: Any
+    target: Any
+    s_target: Any
+    given: Any
+    accepted: Any = None
+    end: None = None
+
+
+class Sizes(NamedTuple):
+    """Constexprs: sizes of the call and of tiles."""
+
+    H: int
+    HV: int
+    K: int
+    V: int
+    BK: int
+    BV: int
+
+
+@triton.jit(do_not_specialize=["N", "T", "slots", "slots_left", "pad", "given", "columns", "scale", "every"])
 def wyfold_recurrent_triton(
-    p_q,
-    s_q,
-    p_k,
-    s_k,
-    p_v,
-    s_v,
-    p_g,
-    s_g,
-    p_beta,
-    s_beta,
-    p_A_log,
-    p_dt_bias,
-    p_S0,
-    s_S0,
-    p_ST,
-    s_ST,
-    p_states,
-    p_first_state,
-    p_source,
-    s_source,
-    p_target,
-    s_target,
-    p_given,
-    p_accepted,
-    p_o,
-    s_o,
+    inputs,
+    gate,
+    strength,
+    states,
+    pool,
     p_cu,
     N,
     T,
@@ -159,17 +178,8 @@ def wyfold_recurrent_triton(
     given,
     columns,
     scale,
-    lower_bound,
-    clamp,
-    beta_most,
-    erases,
     every,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
+    SIZES: tl.constexpr,
     PACKED: tl.constexpr,
     GATE: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -179,6 +189,12 @@ def wyfold_recurrent_triton(
     EACH: tl.constexpr,
 ):
     """One program runs BV value rows of one sequence's state, from the entering state to the final one."""
+    H: tl.constexpr = SIZES.H
+    HV: tl.constexpr = SIZES.HV
+    K: tl.constexpr = SIZES.K
+    V: tl.constexpr = SIZES.V
+    BK: tl.constexpr = SIZES.BK
+    BV: tl.constexpr = SIZES.BV
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
     i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, pid // (NV * HV)
@@ -190,56 +206,58 @@ def wyfold_recurrent_triton(
         # One sequence more: the tokens past the last boundary.
         b, t = i_n * 0, tl.load(p_cu + i_n)
         length = tl.load(p_cu + i_n + 1) - t
-    if p_source is None:
+    if pool.source is None:
         slot = i_n
         live = live & (i_n > pad) & (i_n < slots)
     else:
-        entry = i_n * s_source[0]
-        if p_accepted is not None:
-            accepted = tl.load(p_accepted + i_n, mask=live, other=0).to(tl.int64)
-            entry += tl.minimum(tl.maximum(accepted - 1, 0), columns - 1) * s_source[1]
-        slot = tl.load(p_source + entry, mask=live, other=pad).to(tl.int64)
+        entry = i_n * pool.s_source[0]
+        if pool.accepted is not None:
+            accepted = tl.load(pool.accepted + i_n, mask=live, other=0).to(tl.int64)
+            entry += tl.minimum(tl.maximum(accepted - 1, 0), columns - 1) * pool.s_source[1]
+        slot = tl.load(pool.source + entry, mask=live, other=pad).to(tl.int64)
         live = live & (slot > pad) & (slot < slots)
     if not live:
-        if p_o is not None:
+        if inputs.o is not None:
             for row in range(0, length, CLEARED):
                 rows = tl.minimum(length - row, CLEARED).to(tl.int32)
                 zeros = tl.zeros((CLEARED, BV), tl.float32)
-                store_tokens(p_o, s_o, b, t + row, i_hv, column, rows, zeros, V, CLEARED, BV)
+                store_tokens(inputs.o, inputs.s_o, TokenRows(b, t + row, rows), i_hv, column, zeros, V)
         return
 
     has_state = given != 0
-    if p_given is not None:
-        has_state = has_state & (tl.load(p_given + i_n) != 0)
-    o_S, m_S = slot_offsets(s_S0, slot, i_hv, column, K, V, BK, BV, V_FIRST)
-    b_S = tl.load(p_S0 + o_S, mask=m_S & has_state, other=0.0).to(tl.float32)
-    rate, bias = load_token_parameters(p_A_log, p_dt_bias, i_hv, GATE, ACTIVATION, K, BK)
+    if pool.given is not None:
+        has_state = has_state & (tl.load(pool.given + i_n) != 0)
+    o_S, m_S = slot_offsets(states.s_S0, slot, i_hv, column, K, V, BK, BV, V_FIRST)
+    b_S = tl.load(states.S0 + o_S, mask=m_S & has_state, other=0.0).to(tl.float32)
+    rate, bias = load_token_parameters(gate.A_log, gate.dt_bias, i_hv, GATE, ACTIVATION, K, BK)
     raw_q, raw_k, raw_v, x, raw_beta = load_token(
-        p_q, s_q, p_k, s_k, p_v, s_v, p_g, s_g, p_beta, s_beta, b, t, i_h, i_hv, column, length > 0, K, V, BK, BV, GATE
+        inputs, gate, strength, b, t, i_h, i_hv, column, length > 0, K, V, BK, BV, GATE
     )
     for i in range(length):
         b_q, b_k, b_v, decay, beta = activate_token(
-            raw_q, raw_k, raw_v, x, raw_beta, rate, bias, lower_bound, clamp, beta_most, GATE, ACTIVATION, NORM, LOGIT
+            raw_q, raw_k, raw_v, x, raw_beta, rate, bias, gate, strength, GATE, ACTIVATION, NORM, LOGIT
         )
         raw_q, raw_k, raw_v, x, raw_beta = load_token(
-            p_q, s_q, p_k, s_k, p_v, s_v, p_g, s_g, p_beta, s_beta, b, t + i + 1, i_h, i_hv, column, i + 1 < length,
+            inputs, gate, strength, b, t + i + 1, i_h, i_hv, column, i + 1 < length,
             K, V, BK, BV, GATE,
         )  # fmt: skip
-        b_S, b_o = token_step(b_S, decay, b_q, b_k, b_v, beta, erases, V_FIRST)
-        if p_o is not None:
-            store_token_row(p_o, s_o, b, t + i, i_hv, column, b_o * scale, V, BV)
-        if p_states is not None:
+        b_S, b_o = token_step(b_S, decay, b_q, b_k, b_v, beta, strength.erases, V_FIRST)
+        if inputs.o is not None:
+            store_token_row(inputs.o, inputs.s_o, b, t + i, i_hv, column, b_o * scale, V, BV)
+        if states.kept is not None:
             if (i + 1) % every == 0:
-                i_state = (i + 1) // every - 1 + tl.load(p_first_state + i_n)
+                i_state = (i + 1) // every - 1 + tl.load(states.first_kept + i_n)
                 o_state, m_state = slot_offsets((HV * K * V, K * V), i_state, i_hv, column, K, V, BK, BV, V_FIRST)
-                tl.store(p_states + o_state, b_S.to(p_states.dtype.element_ty), mask=m_state)
+                tl.store(states.kept + o_state, b_S.to(states.kept.dtype.element_ty), mask=m_state)
         if EACH:
-            to = tl.load(p_target + i_n * s_target[0] + i * s_target[1], mask=i < columns, other=pad).to(tl.int64)
-            o_S, m_S = slot_offsets(s_ST, to, i_hv, column, K, V, BK, BV, V_FIRST)
-            tl.store(p_ST + o_S, b_S.to(p_ST.dtype.element_ty), mask=m_S & (to > pad) & (to < slots_left))
-    if p_ST is not None and not EACH:
+            to = tl.load(pool.target + i_n * pool.s_target[0] + i * pool.s_target[1], mask=i < columns, other=pad).to(
+                tl.int64
+            )
+            o_S, m_S = slot_offsets(states.s_ST, to, i_hv, column, K, V, BK, BV, V_FIRST)
+            tl.store(states.ST + o_S, b_S.to(states.ST.dtype.element_ty), mask=m_S & (to > pad) & (to < slots_left))
+    if states.ST is not None and not EACH:
         to = slot
-        if p_target is not None:
-            to = tl.load(p_target + i_n * s_target[0]).to(tl.int64)
-        o_S, m_S = slot_offsets(s_ST, to, i_hv, column, K, V, BK, BV, V_FIRST)
-        tl.store(p_ST + o_S, b_S.to(p_ST.dtype.element_ty), mask=m_S & (to > pad) & (to < slots_left))
+        if pool.target is not None:
+            to = tl.load(pool.target + i_n * pool.s_target[0]).to(tl.int64)
+        o_S, m_S = slot_offsets(states.s_ST, to, i_hv, column, K, V, BK, BV, V_FIRST)
+        tl.store(states.ST + o_S, b_S.to(states.ST.dtype.element_ty), mask=m_S & (to > pad) & (to < slots_left))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,13 +17,23 @@ from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.triton import (
     FLOOR,
     NEAR,
+    Gate,
+    GateGradient,
     gate_flags,
     gate_width,
     load_raw_gate,
     log_gate_bwd,
     store_gate_gradient,
 )
-from wyfold.tile.index.triton import load_tokens, store_token_scalars, store_tokens, strength_bwd, strides
+from wyfold.tile.index.triton import (
+    Strength,
+    TokenRows,
+    load_tokens,
+    store_token_scalars,
+    store_tokens,
+    strength_bwd,
+    strides,
+)
 from wyfold.tile.norm.triton import row_norm, row_norm_bwd
 
 
@@ -57,46 +69,32 @@ def reduce_partials(
     launch_kernel(
         wyfold_recurrent_gather_triton,
         tiles * H,
-        q,
-        q.stride(),
-        k,
-        k.stride(),
-        g,
-        strides(g),
-        beta,
-        strides(beta),
-        A_log,
-        dt_bias,
-        *partials,
-        out.q,
-        strides(out.q),
-        out.k,
-        strides(out.k),
-        out.g,
-        strides(out.g),
-        out.beta,
-        strides(out.beta),
-        dA_log,
-        ddt_bias,
-        grid.cu,
-        grid.sequences,
-        grid.tokens,
-        B * T,
-        options.lower_bound,
-        options.clamp or FLOOR,
-        options.beta_most,
-        H=H,
-        HV=HV,
-        K=K,
-        NV=partials.q.shape[0],
-        BT=BT,
-        BK=BK,
+        inputs=Inputs(q=q, s_q=q.stride(), k=k, s_k=k.stride()),
+        gate=Gate(
+            g=g,
+            s_g=strides(g),
+            A_log=A_log,
+            dt_bias=dt_bias,
+            lower_bound=options.lower_bound,
+            clamp=options.clamp or FLOOR,
+        ),
+        strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most),
+        partials=partials,
+        outputs=Outputs(
+            dq=out.q, s_dq=strides(out.q), dk=out.k, s_dk=strides(out.k), dbeta=out.beta, s_dbeta=strides(out.beta)
+        ),
+        dgate=GateGradient(g=out.g, s_g=strides(out.g), A_log=dA_log, dt_bias=ddt_bias),
+        p_cu=grid.cu,
+        N=grid.sequences,
+        T=grid.tokens,
+        tokens=B * T,
+        SIZES=Sizes(H=H, HV=HV, K=K, NV=partials.q.shape[0], BT=BT, BK=BK),
         PACKED=grid.cu is not None,
-        **gate_flags(g),
         ACTIVATION=options.activation,
         CLAMPED=options.clamp != 0,
         NORM=options.qk_l2norm,
         LOGIT=options.beta_logit,
+        **gate_flags(g),
         **config.options(contract=False),
     )
     if out.A_log is not None and dA_log is not None:
@@ -105,45 +103,52 @@ def reduce_partials(
         out.dt_bias.copy_(ddt_bias.sum(0).view_as(out.dt_bias))
 
 
-@triton.jit(do_not_specialize=["N", "T", "tokens", "lower_bound", "clamp", "beta_most"])
+class Inputs(NamedTuple):
+    """Kernel argument: q and k, each with its strides."""
+
+    q: Any
+    s_q: Any
+    k: Any
+    s_k: Any
+    end: None = None
+
+
+class Outputs(NamedTuple):
+    """Kernel argument: gradients that are written, each with its strides; None where one is not requested."""
+
+    dq: Any
+    s_dq: Any
+    dk: Any
+    s_dk: Any
+    dbeta: Any
+    s_dbeta: Any
+    end: None = None
+
+
+class Sizes(NamedTuple):
+    """Constexprs: sizes of the call and of tiles, and number of value tiles."""
+
+    H: int
+    HV: int
+    K: int
+    NV: int
+    BT: int
+    BK: int
+
+
+@triton.jit(do_not_specialize=["N", "T", "tokens"])
 def wyfold_recurrent_gather_triton(
-    p_q,
-    s_q,
-    p_k,
-    s_k,
-    p_g,
-    s_g,
-    p_beta,
-    s_beta,
-    p_A_log,
-    p_dt_bias,
-    p_dq_partials,
-    p_dk_partials,
-    p_dbeta_partials,
-    p_dg_partials,
-    p_dq,
-    s_dq,
-    p_dk,
-    s_dk,
-    p_dg,
-    s_dg,
-    p_dbeta,
-    s_dbeta,
-    p_dA_log,
-    p_ddt_bias,
+    inputs,
+    gate,
+    strength,
+    partials,
+    outputs,
+    dgate,
     p_cu,
     N,
     T,
     tokens,
-    lower_bound,
-    clamp,
-    beta_most,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    NV: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
+    SIZES: tl.constexpr,
     PACKED: tl.constexpr,
     GATE: tl.constexpr,
     SCALAR: tl.constexpr,
@@ -154,6 +159,12 @@ def wyfold_recurrent_gather_triton(
     LOGIT: tl.constexpr,
 ):
     """One program sums the gradients of BT tokens of one key head, and loops over its value heads."""
+    H: tl.constexpr = SIZES.H
+    HV: tl.constexpr = SIZES.HV
+    K: tl.constexpr = SIZES.K
+    NV: tl.constexpr = SIZES.NV
+    BT: tl.constexpr = SIZES.BT
+    BK: tl.constexpr = SIZES.BK
     GR: tl.constexpr = HV // H
     pid = tl.program_id(0).to(tl.int64)
     i_tile, i_h = pid // H, pid % H
@@ -163,44 +174,60 @@ def wyfold_recurrent_gather_triton(
     valid_rows = rows
     if PACKED:
         valid_rows = tl.maximum(tl.minimum(tl.load(p_cu + N) - t, rows), 0).to(tl.int32)
+    at, tokens_at = TokenRows(b, t, rows), TokenRows(b, t, valid_rows)
     i_row = b * T + t
     b_dq, b_dk = tl.zeros((BT, BK), tl.float32), tl.zeros((BT, BK), tl.float32)
     for i_hv in range(i_h * GR, i_h * GR + GR):
-        b_dq += _sum_value_tiles(p_dq_partials, i_row, i_hv, tokens, valid_rows, HV, K, NV, BT, BK)
-        b_dk += _sum_value_tiles(p_dk_partials, i_row, i_hv, tokens, valid_rows, HV, K, NV, BT, BK)
-        if p_dbeta is not None:
-            b_dbeta = tl.sum(
-                _sum_value_tiles(p_dbeta_partials, i_row, i_hv, tokens, valid_rows, HV, 1, NV, BT, 1), axis=1
-            )
+        b_dq += _sum_value_tiles(partials.q, i_row, i_hv, tokens, valid_rows, HV, K, NV, BT, BK)
+        b_dk += _sum_value_tiles(partials.k, i_row, i_hv, tokens, valid_rows, HV, K, NV, BT, BK)
+        if outputs.dbeta is not None:
+            b_dbeta = tl.sum(_sum_value_tiles(partials.beta, i_row, i_hv, tokens, valid_rows, HV, 1, NV, BT, 1), axis=1)
             if LOGIT:
-                b_dbeta = strength_bwd(p_beta, s_beta, b, t, i_hv, valid_rows, b_dbeta, beta_most, BT)
-            store_token_scalars(p_dbeta, s_dbeta, b, t, i_hv, rows, b_dbeta, BT)
+                b_dbeta = strength_bwd(strength, tokens_at, i_hv, b_dbeta, BT)
+            store_token_scalars(outputs.dbeta, outputs.s_dbeta, at, i_hv, b_dbeta, BT)
         if SCALAR or CHANNEL:
             b_dg = _sum_value_tiles(
-                p_dg_partials, i_row, i_hv, tokens, valid_rows, HV, K if CHANNEL else 1, NV, BT, BK if CHANNEL else 1
+                partials.g, i_row, i_hv, tokens, valid_rows, HV, K if CHANNEL else 1, NV, BT, BK if CHANNEL else 1
             )
             if SCALAR:
                 b_dg = tl.sum(b_dg, axis=1)
-            b_x = load_raw_gate(p_g, s_g, b, t, i_hv, 0, valid_rows, GATE, K, BT, BK)
+            b_x = load_raw_gate(gate, tokens_at, i_hv, 0, GATE, K, BT, BK)
             b_dx, b_dA = log_gate_bwd(
-                b_x, b_dg, p_A_log, p_dt_bias, i_hv, 0, lower_bound, clamp, CLAMPED, GATE, ACTIVATION, K, BK
+                b_x,
+                b_dg,
+                gate,
+                i_hv,
+                0,
+                CLAMPED,
+                GATE,
+                ACTIVATION,
+                K,
+                BK,
             )
             if CHANNEL:
                 b_dx, b_dA = b_dx.reshape(BT // NEAR, NEAR, BK), b_dA.reshape(BT // NEAR, NEAR, BK)
             store_gate_gradient(
-                p_dg, s_dg, p_dA_log, p_ddt_bias, i_tile * HV + i_hv, b, t, i_hv, 0, rows, b_dx, b_dA, tl.minimum(T, 0),
-                GATE, K, BT, BK,
-            )  # fmt: skip
-    if p_dq is not None:
+                dgate,
+                i_tile * HV + i_hv,
+                at,
+                i_hv,
+                0,
+                b_dx,
+                b_dA,
+                tl.minimum(T, 0),
+                GATE,
+                K,
+            )
+    if outputs.dq is not None:
         if NORM:
-            b_y, b_r = row_norm(load_tokens(p_q, s_q, b, t, i_h, 0, valid_rows, K, BT, BK).to(tl.float32), 1e-6, 1)
+            b_y, b_r = row_norm(load_tokens(inputs.q, inputs.s_q, tokens_at, i_h, 0, K, BT, BK).to(tl.float32), 1e-6, 1)
             b_dq = row_norm_bwd(b_y, b_r, b_dq, 1)
-        store_tokens(p_dq, s_dq, b, t, i_h, 0, rows, b_dq, K, BT, BK)
-    if p_dk is not None:
+        store_tokens(outputs.dq, outputs.s_dq, at, i_h, 0, b_dq, K)
+    if outputs.dk is not None:
         if NORM:
-            b_y, b_r = row_norm(load_tokens(p_k, s_k, b, t, i_h, 0, valid_rows, K, BT, BK).to(tl.float32), 1e-6, 1)
+            b_y, b_r = row_norm(load_tokens(inputs.k, inputs.s_k, tokens_at, i_h, 0, K, BT, BK).to(tl.float32), 1e-6, 1)
             b_dk = row_norm_bwd(b_y, b_r, b_dk, 1)
-        store_tokens(p_dk, s_dk, b, t, i_h, 0, rows, b_dk, K, BT, BK)
+        store_tokens(outputs.dk, outputs.s_dk, at, i_h, 0, b_dk, K)
 
 
 @triton.jit

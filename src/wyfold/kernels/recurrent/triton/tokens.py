@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -48,65 +50,54 @@ def launch_key_bwd(K: int, V: int) -> LaunchKey:
     return LaunchKey(K=K, V=V, launch="bwd")
 
 
+class Inputs(NamedTuple):
+    """Kernel argument: tokens, each with its strides.
+
+    Attributes:
+        q, s_q, k, s_k, v, s_v: [B, T, H, K] and [B, T, HV, V].
+        o, s_o: Output, written; None where there is none.
+    """
+
+    q: Any
+    s_q: Any
+    k: Any
+    s_k: Any
+    v: Any
+    s_v: Any
+    o: Any = None
+    s_o: Any = None
+    end: None = None
+
+
 @triton.jit
 def load_token(
-    p_q,
-    s_q,
-    p_k,
-    s_k,
-    p_v,
-    s_v,
-    p_g,
-    s_g,
-    p_beta,
-    s_beta,
-    b,
-    t,
-    i_h,
-    i_hv,
-    column,
-    exists,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    GATE: tl.constexpr,
-):
+    inputs, gate, strength, b, t, i_h, i_hv, column, exists,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
     """Load one token's raw q, k [BK], v [BV], gate and write strength; all loads are issued before any is used.
 
     Nothing is read unless `exists`.
     """
-    b_k = load_token_row(p_k, s_k, b, t, i_h, 0, exists, K, BK)
-    b_q = load_token_row(p_q, s_q, b, t, i_h, 0, exists, K, BK)
-    b_v = load_token_row(p_v, s_v, b, t, i_hv, column, exists, V, BV)
-    x = load_token_gate(p_g, s_g, b, t, i_hv, exists, GATE, K, BK)
+    b_k = load_token_row(inputs.k, inputs.s_k, b, t, i_h, 0, exists, K, BK)
+    b_q = load_token_row(inputs.q, inputs.s_q, b, t, i_h, 0, exists, K, BK)
+    b_v = load_token_row(inputs.v, inputs.s_v, b, t, i_hv, column, exists, V, BV)
+    x = load_token_gate(gate.g, gate.s_g, b, t, i_hv, exists, GATE, K, BK)
     beta = 1.0
-    if p_beta is not None:
-        beta = load_token_number(p_beta, s_beta, b, t, i_hv, exists)
+    if strength.beta is not None:
+        beta = load_token_number(strength.beta, strength.s_beta, b, t, i_hv, exists)
     return b_q, b_k, b_v, x, beta
 
 
 @triton.jit
 def activate_token(
-    b_q,
-    b_k,
-    b_v,
-    x,
-    beta,
-    rate,
-    bias,
-    lower_bound,
-    clamp,
-    beta_most,
-    GATE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    NORM: tl.constexpr,
-    LOGIT: tl.constexpr,
-):
+    b_q, b_k, b_v, x, beta, rate, bias, gate, strength,
+    GATE: tl.constexpr, ACTIVATION: tl.constexpr, NORM: tl.constexpr, LOGIT: tl.constexpr,
+):  # fmt: skip
     """Apply norm, gate and sigmoid to a raw token: q, k, v, decay of the state and write strength, all float32."""
     b_q, b_k, b_v = b_q.to(tl.float32), b_k.to(tl.float32), b_v.to(tl.float32)
     if NORM:
         b_k, b_q = normalised(b_k), normalised(b_q)
     if LOGIT:
-        beta = sigmoid(beta) * beta_most
-    return b_q, b_k, b_v, token_decay(x, rate, bias, lower_bound, clamp, GATE, ACTIVATION), beta
+        beta = sigmoid(beta) * strength.most
+    decay = token_decay(x, rate, bias, gate.lower_bound, gate.clamp, GATE, ACTIVATION)
+    return b_q, b_k, b_v, decay, beta

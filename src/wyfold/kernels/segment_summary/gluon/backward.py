@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from wyfold.kernels.records import Prepared
+from wyfold.kernels.segment_summary.triton import Gradients, SegmentIndex
 from wyfold.runtime.chunk_layout import Segments
 from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
@@ -42,6 +43,7 @@ from wyfold.tile.index.gluon import (
     tma_load_upper,
 )
 from wyfold.tile.index.triton import (
+    Packing,
     all_or_none,
     require_descriptors,
     segment_coords,
@@ -88,26 +90,26 @@ def segment_summary_bwd(
     if prepared.q is None:
         q, k = tma_readable(q, grid.chunk_size, K), tma_readable(k, grid.chunk_size, K)
     do = tma_readable(do, grid.chunk_size, BV // parts)
-    descriptors = require_descriptors("segment_summary", _descriptors(q, k, prepared, do, grid.chunk_size, BV // parts))
+    x_q, x_k, x_do, x_rows, x_total, x_F, x_write = require_descriptors(
+        "segment_summary", _descriptors(q, k, prepared, do, grid.chunk_size, BV // parts)
+    )
     launch_kernel(
         wyfold_segment_summary_bwd_gluon,
         segments.borders * HV * (V // BV),
-        *descriptors,
-        q.stride(2),
-        k.stride(2),
-        do.stride(2),
-        dST,
-        strides(dST),
-        c,
-        strides(c),
-        segments.sequence,
-        segments.first,
-        segments.leading,
-        segments.sequences,
-        grid.cu,
-        grid.first,
-        grid.tokens,
-        options.scale,
+        x_q=x_q,
+        x_k=x_k,
+        x_do=x_do,
+        x_rows=x_rows,
+        x_total=x_total,
+        x_F=x_F,
+        x_write=x_write,
+        heads=Heads(h_q=q.stride(2), h_k=k.stride(2), h_do=do.stride(2)),
+        gradients=Gradients(dST=dST, s_dST=strides(dST), c=c, s_c=strides(c)),
+        segments=SegmentIndex(sequence=segments.sequence, first=segments.first, leading=segments.leading),
+        packing=Packing(cu=grid.cu, first=grid.first),
+        N=segments.sequences,
+        T=grid.tokens,
+        scale=options.scale,
         H=HK,
         HV=HV,
         K=K,
@@ -138,6 +140,14 @@ def _descriptors(q: Tensor, k: Tensor, prepared: Prepared, do: Tensor, C: int, B
     )
     descriptors = all_or_none(given, found)
     return None if descriptors is None else gluon_descriptors(descriptors)
+
+
+class Heads(NamedTuple):
+    """Kernel argument: distances between heads of q, k and do."""
+
+    h_q: Any
+    h_k: Any
+    h_do: Any
 
 
 class Smem(NamedTuple):
@@ -240,19 +250,11 @@ def wyfold_segment_summary_bwd_gluon(
     x_total,
     x_F,
     x_write,
-    h_q,
-    h_k,
-    h_do,
-    p_dST,
-    s_dST,
-    p_c,
-    s_c,
-    p_sequence,
-    p_first_segment,
-    p_leading,
+    heads,
+    gradients,
+    segments,
+    packing,
     N,
-    p_cu,
-    p_first,
     T,
     scale,
     H: gl.constexpr,
@@ -270,10 +272,10 @@ def wyfold_segment_summary_bwd_gluon(
     NV: gl.constexpr = V // BV
     BW: gl.constexpr = BV // PARTS
     pid = gl.program_id(0).to(gl.int64)
-    i_v, i_hv, i_s = pid % NV, (pid // NV) % HV, gl.load(p_leading + pid // (NV * HV)) + 1
+    i_v, i_hv, i_s = pid % NV, (pid // NV) % HV, gl.load(segments.leading + pid // (NV * HV)) + 1
     i_h = i_hv // (HV // H)
-    i_n, i_border, begins, ends = segment_coords(i_s, p_sequence, p_first_segment, N)
-    i_c, b, t, length = sequence_span(i_s, p_cu, p_first, T, 0, True)
+    i_n, i_border, begins, ends = segment_coords(i_s, segments.sequence, segments.first, N)
+    i_c, b, t, length = sequence_span(i_s, packing, T, 0, True)
     i_tile = i_c * HV + i_hv
     needed = ((i_n < N) & (begins == 0)).to(gl.int32)
     column = (i_v * BV).to(gl.int32)
@@ -301,7 +303,7 @@ def wyfold_segment_summary_bwd_gluon(
     barrier()
 
     smem = Smem(q, k, do, rows, total, F, write, full, free)
-    gmem = Globals(x_total, p_dST, s_dST, p_c, s_c)
+    gmem = Globals(x_total, gradients.dST, gradients.s_dST, gradients.c, gradients.s_c)
     inputs = TmaInputs(
         x_q,
         x_k,
@@ -312,9 +314,9 @@ def wyfold_segment_summary_bwd_gluon(
         x_write,
         (i_tile + (count - 1) * HV).to(gl.int32),
         (b * T + t + (count - 1) * BT).to(gl.int32),
-        (i_h * h_q).to(gl.int32),
-        (i_h * h_k).to(gl.int32),
-        (i_hv * h_do).to(gl.int32) + column,
+        (i_h * heads.h_q).to(gl.int32),
+        (i_h * heads.h_k).to(gl.int32),
+        (i_hv * heads.h_do).to(gl.int32) + column,
     )
     coords = Coords(needed, i_tile, i_n, i_border - 1, ends, i_hv, column, count, tail_rows)
     if PARTS == 1:

@@ -28,12 +28,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from wyfold.kernels.records import Prepared
+from wyfold.kernels.segment_summary.triton import Maps, SegmentIndex
 from wyfold.runtime.chunk_layout import Segments
 from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.decay.gluon import chunk_decay
 from wyfold.tile.index.gluon import barrier, clear_lower, gluon_descriptors, quarters, tma_load, tma_load_upper
 from wyfold.tile.index.triton import (
+    Packing,
     all_or_none,
     require_descriptors,
     segment_coords,
@@ -79,26 +81,23 @@ def segment_summary(
     if prepared.k is None:
         k = tma_readable(k, grid.chunk_size, K)
     v = tma_readable(v, grid.chunk_size, BV // parts)
-    descriptors = require_descriptors("segment_summary", _descriptors(k, v, prepared, grid.chunk_size, BV // parts))
+    x_k, x_v, x_rows, x_total, x_write = require_descriptors(
+        "segment_summary", _descriptors(k, v, prepared, grid.chunk_size, BV // parts)
+    )
     launch_kernel(
         wyfold_segment_summary_gluon,
         segments.borders * HV * (V // BV + K // BV),
-        *descriptors,
-        v.stride(2),
-        k.stride(2),
-        initial_state,
-        strides(initial_state),
-        H,
-        strides(H),
-        M,
-        strides(M),
-        segments.sequence,
-        segments.first,
-        segments.leading,
-        segments.sequences,
-        grid.cu,
-        grid.first,
-        grid.tokens,
+        x_k=x_k,
+        x_v=x_v,
+        x_rows=x_rows,
+        x_total=x_total,
+        x_write=x_write,
+        heads=Heads(h_k=k.stride(2), h_v=v.stride(2)),
+        maps=Maps(S0=initial_state, s_S0=strides(initial_state), H=H, s_H=strides(H), M=M, s_M=strides(M)),
+        segments=SegmentIndex(sequence=segments.sequence, first=segments.first, leading=segments.leading),
+        packing=Packing(cu=grid.cu, first=grid.first),
+        N=segments.sequences,
+        T=grid.tokens,
         H=HK,
         HV=HV,
         K=K,
@@ -128,6 +127,13 @@ def _descriptors(k: Tensor, v: Tensor, prepared: Prepared, C: int, BW: int) -> l
     )
     descriptors = all_or_none(given, found)
     return None if descriptors is None else gluon_descriptors(descriptors)
+
+
+class Heads(NamedTuple):
+    """Kernel argument: distances between heads of k and v."""
+
+    h_k: Any
+    h_v: Any
 
 
 class Smem(NamedTuple):
@@ -228,20 +234,11 @@ def wyfold_segment_summary_gluon(
     x_rows,
     x_total,
     x_write,
-    h_v,
-    h_k,
-    p_S0,
-    s_S0,
-    p_H,
-    s_H,
-    p_M,
-    s_M,
-    p_sequence,
-    p_first_segment,
-    p_leading,
+    heads,
+    maps,
+    segments,
+    packing,
     N,
-    p_cu,
-    p_first,
     T,
     H: gl.constexpr,
     HV: gl.constexpr,
@@ -267,10 +264,10 @@ def wyfold_segment_summary_gluon(
     of_H = (pid < of_M).to(gl.int32)
     pid = gl.where(of_H != 0, pid, pid - of_M)
     width = gl.where(of_H != 0, NV, NK)
-    i_v, i_hv, i_s = pid % width, (pid // width) % HV, gl.load(p_leading + pid // (width * HV))
+    i_v, i_hv, i_s = pid % width, (pid // width) % HV, gl.load(segments.leading + pid // (width * HV))
     i_h = i_hv // (HV // H)
-    i_n, i_border, begins, ends = segment_coords(i_s, p_sequence, p_first_segment, N)
-    i_c, b, t, length = sequence_span(i_s, p_cu, p_first, T, 0, True)
+    i_n, i_border, begins, ends = segment_coords(i_s, segments.sequence, segments.first, N)
+    i_c, b, t, length = sequence_span(i_s, packing, T, 0, True)
     i_tile = i_c * HV + i_hv
     needed = ((i_n < N) & (ends == 0)).to(gl.int32)
     column = (i_v * BV).to(gl.int32)
@@ -306,7 +303,7 @@ def wyfold_segment_summary_gluon(
     barrier()
 
     smem = Smem(k, v, rows, total, write, full, free, map_is_zero, count)
-    gmem = Globals(x_total, p_S0, s_S0, p_H, s_H, p_M, s_M)
+    gmem = Globals(x_total, maps.S0, maps.s_S0, maps.H, maps.s_H, maps.M, maps.s_M)
     inputs = TmaInputs(
         x_k,
         x_v,
@@ -315,8 +312,8 @@ def wyfold_segment_summary_gluon(
         x_write,
         i_tile.to(gl.int32),
         (b * T + t).to(gl.int32),
-        (i_h * h_k).to(gl.int32),
-        (i_hv * h_v).to(gl.int32) + column,
+        (i_h * heads.h_k).to(gl.int32),
+        (i_hv * heads.h_v).to(gl.int32) + column,
     )
     coords = Coords(of_H, needed, i_tile, i_n, i_border, begins, i_hv, column, steps)
     if PARTS == 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -9,6 +11,9 @@ from torch import Tensor
 from wyfold.kernels.ttt import SegmentBorders, StateViews, TTTInputs
 from wyfold.kernels.ttt.triton.launch import BackwardWorkspace, launch_options
 from wyfold.kernels.ttt.triton.tiles import (
+    Borders,
+    Inputs,
+    Scratch,
     add_update,
     broadcast_to_slabs,
     closing_step,
@@ -23,6 +28,8 @@ from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.dot.triton import mm
 from wyfold.tile.index.triton import (
+    Packing,
+    TokenRows,
     load_token_scalars,
     load_tokens,
     sequence_span,
@@ -31,7 +38,7 @@ from wyfold.tile.index.triton import (
     store_tokens,
     strides,
 )
-from wyfold.tile.inner.triton import inner_gradient_bwd
+from wyfold.tile.inner.triton import InnerStep, inner_gradient_bwd
 
 
 def backward_scan(
@@ -51,93 +58,85 @@ def backward_scan(
     launch_kernel(
         wyfold_ttt_bwd_triton,
         grid.sequences * HV,
-        x.q,
-        x.q.stride(),
-        x.k,
-        x.k.stride(),
-        x.v,
-        x.v.stride(),
-        x.w,
-        x.w.stride(),
-        x.u,
-        x.u.stride(),
-        x.eta,
-        x.eta.stride(),
-        x.col,
-        strides(x.col),
-        borders.X,
-        scratch.dO,
-        scratch.dN,
-        scratch.dZ,
-        scratch.dZ.stride(),
-        borders.rows,
-        strides(borders.rows),
-        scratch.step,
-        scratch.step.stride(),
-        scratch.dS,
-        scratch.dc,
-        scratch.step_partials,
-        dcol,
-        strides(dcol),
-        dleaving.S,
-        strides(dleaving.S),
-        dleaving.c,
-        strides(dleaving.c),
-        dentering.S,
-        strides(dentering.S),
-        dentering.c,
-        strides(dentering.c),
-        grid.cu,
-        grid.first,
-        grid.sequences,
-        grid.tokens,
-        grid.per_sequence,
-        scale,
+        inputs=Inputs(
+            q=x.q,
+            s_q=x.q.stride(),
+            k=x.k,
+            s_k=x.k.stride(),
+            v=x.v,
+            s_v=x.v.stride(),
+            w=x.w,
+            s_w=x.w.stride(),
+            u=x.u,
+            s_u=x.u.stride(),
+            eta=x.eta,
+            s_eta=x.eta.stride(),
+            col=x.col,
+            s_col=strides(x.col),
+        ),
+        borders=Borders(X=borders.X, rows=borders.rows, s_rows=strides(borders.rows)),
+        scratch=Scratch(
+            dO=scratch.dO,
+            dN=scratch.dN,
+            dZ=scratch.dZ,
+            s_tile=scratch.dZ.stride(),
+            step=scratch.step,
+            s_row=scratch.step.stride(),
+            dS=scratch.dS,
+            dc=scratch.dc,
+            partials=scratch.step_partials,
+        ),
+        gradients=Gradients(
+            dcol=dcol,
+            s_dcol=strides(dcol),
+            dST=dleaving.S,
+            s_dST=strides(dleaving.S),
+            dcT=dleaving.c,
+            s_dcT=strides(dleaving.c),
+            dS0=dentering.S,
+            s_dS0=strides(dentering.S),
+            dc0=dentering.c,
+            s_dc0=strides(dentering.c),
+        ),
+        packing=Packing(cu=grid.cu, first=grid.first),
+        N=grid.sequences,
+        T=grid.tokens,
+        per_sequence=grid.per_sequence,
+        scale=scale,
         SLABS=min(config.warps, constexprs["BD"] // 16),
         **constexprs,
     )
 
 
+class Gradients(NamedTuple):
+    """Kernel argument: gradients of factors and states, each with its strides, or None.
+
+    Attributes:
+        dcol, s_dcol: Gradient of `col`, written.
+        dST, s_dST, dcT, s_dcT: Gradients of the final states.
+        dS0, s_dS0, dc0, s_dc0: Gradients of the initial states, written.
+    """
+
+    dcol: Any
+    s_dcol: Any
+    dST: Any
+    s_dST: Any
+    dcT: Any
+    s_dcT: Any
+    dS0: Any
+    s_dS0: Any
+    dc0: Any
+    s_dc0: Any
+    end: None = None
+
+
 @triton.jit(do_not_specialize=["N", "T", "per_sequence", "scale"])
 def wyfold_ttt_bwd_triton(
-    p_q,
-    s_q,
-    p_k,
-    s_k,
-    p_v,
-    s_v,
-    p_w,
-    s_w,
-    p_u,
-    s_u,
-    p_eta,
-    s_eta,
-    p_col,
-    s_col,
-    p_X,
-    p_dO,
-    p_dN,
-    p_dZ,
-    s_tile,
-    p_rows,
-    s_rows,
-    p_step,
-    s_row,
-    p_dstates,
-    p_dc,
-    p_partials,
-    p_dcol,
-    s_dcol,
-    p_dST,
-    s_dST,
-    p_dcT,
-    s_dcT,
-    p_dS0,
-    s_dS0,
-    p_dc0,
-    s_dc0,
-    p_cu,
-    p_first,
+    inputs,
+    borders,
+    scratch,
+    gradients,
+    packing,
     N,
     T,
     per_sequence,
@@ -161,13 +160,13 @@ def wyfold_ttt_bwd_triton(
     pid = tl.program_id(0).to(tl.int64)
     i_n, i_hv = pid // HV, pid % HV
     i_h = i_hv // (HV // H)
-    i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
+    i_c, b, t, length = sequence_span(i_n, packing, T, per_sequence, PACKED)
     opaque_zero = tl.minimum(T, 0)
     steps = tl.cdiv(length, BT).to(tl.int32)
-    b_w, b_u = load_parameter(p_w, s_w, i_hv, D, BD), load_parameter(p_u, s_u, i_hv, D, BD)
+    b_w, b_u = load_parameter(inputs.w, inputs.s_w, i_hv, D, BD), load_parameter(inputs.u, inputs.s_u, i_hv, D, BD)
     b_ww = (b_w * b_w)[None, :]
     ww = tl.sum(b_w * b_w) * (1.0 / D)
-    b_dS, b_dc = load_inner_state(p_dST, s_dST, p_dcT, s_dcT, i_n, i_hv, D, BD)
+    b_dS, b_dc = load_inner_state(gradients.dST, gradients.s_dST, gradients.dcT, gradients.s_dcT, i_n, i_hv, D, BD)
     b_dS = tl.reshape(b_dS, (SLABS, BD // SLABS, BD))
     b_dc = tl.reshape(tl.broadcast_to(b_dc[:, None], (BD, BT)), (SLABS, BD // SLABS, BT))
     # One sum per row of a mini-batch: threads exchange partial sums only once, at the end.
@@ -175,54 +174,75 @@ def wyfold_ttt_bwd_triton(
     o_t = tl.arange(0, BT)
     # Loads of a mini-batch are issued while the one after it in the sequence is computed.
     t_i, rows = t + tl.maximum(steps - 1, 0) * BT, tl.minimum(length - (steps - 1) * BT, BT).to(tl.int32)
-    b_k = load_tokens(p_k, s_k, b, t_i, i_h, 0, rows, D, BT, BD)
-    b_v = load_tokens(p_v, s_v, b, t_i, i_hv, 0, rows, D, BT, BD)
-    b_q = load_tokens(p_q, s_q, b, t_i, i_h, 0, rows, D, BT, BD)
-    b_dO = load_tokens(p_dO, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)
-    b_X = load_tokens(p_X, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)
-    b_dN = load_tokens(p_dN, s_tile, b, t_i, i_hv, 0, rows, D, BT, BD)
+    b_k = load_tokens(inputs.k, inputs.s_k, TokenRows(b, t_i, rows), i_h, 0, D, BT, BD)
+    b_v = load_tokens(inputs.v, inputs.s_v, TokenRows(b, t_i, rows), i_hv, 0, D, BT, BD)
+    b_q = load_tokens(inputs.q, inputs.s_q, TokenRows(b, t_i, rows), i_h, 0, D, BT, BD)
+    b_dO = load_tokens(scratch.dO, scratch.s_tile, TokenRows(b, t_i, rows), i_hv, 0, D, BT, BD)
+    b_X = load_tokens(borders.X, scratch.s_tile, TokenRows(b, t_i, rows), i_hv, 0, D, BT, BD)
+    b_dN = load_tokens(scratch.dN, scratch.s_tile, TokenRows(b, t_i, rows), i_hv, 0, D, BT, BD)
     b_r, b_y, b_xy, b_sum, e_last = _load_forward_stats(
-        p_rows, s_rows, p_dc, p_eta, s_eta, i_c, b, t, i_hv, length, steps - 1, HV, D, BT, BD, SEGMENT
+        borders.rows,
+        borders.s_rows,
+        scratch.dc,
+        inputs.eta,
+        inputs.s_eta,
+        i_c,
+        b,
+        t,
+        i_hv,
+        length,
+        steps - 1,
+        HV,
+        D,
+        BT,
+        BD,
+        SEGMENT,
     )
-    b_col = None if p_col is None else load_token_scalars(p_col, s_col, b, t_i, i_hv, rows, BT)
+    b_col = (
+        None if inputs.col is None else load_token_scalars(inputs.col, inputs.s_col, TokenRows(b, t_i, rows), i_hv, BT)
+    )
     for j in tl.range(0, steps, num_stages=1):
         i = steps - 1 - j
         t_i = t + i * BT
         rows = tl.minimum(length - i * BT, BT).to(tl.int32)
         next_rows = tl.where(i > 0, BT, 0)
         t_next = t_i - next_rows
-        b_next_k = load_tokens(p_k, s_k, b, t_next, i_h, 0, next_rows, D, BT, BD)
-        b_next_v = load_tokens(p_v, s_v, b, t_next, i_hv, 0, next_rows, D, BT, BD)
-        b_next_q = load_tokens(p_q, s_q, b, t_next, i_h, 0, next_rows, D, BT, BD)
-        b_next_dO = load_tokens(p_dO, s_tile, b, t_next, i_hv, 0, next_rows, D, BT, BD)
-        b_next_X = load_tokens(p_X, s_tile, b, t_next, i_hv, 0, next_rows, D, BT, BD)
-        b_next_dN = load_tokens(p_dN, s_tile, b, t_next, i_hv, 0, next_rows, D, BT, BD)
+        b_next_k = load_tokens(inputs.k, inputs.s_k, TokenRows(b, t_next, next_rows), i_h, 0, D, BT, BD)
+        b_next_v = load_tokens(inputs.v, inputs.s_v, TokenRows(b, t_next, next_rows), i_hv, 0, D, BT, BD)
+        b_next_q = load_tokens(inputs.q, inputs.s_q, TokenRows(b, t_next, next_rows), i_h, 0, D, BT, BD)
+        b_next_dO = load_tokens(scratch.dO, scratch.s_tile, TokenRows(b, t_next, next_rows), i_hv, 0, D, BT, BD)
+        b_next_X = load_tokens(borders.X, scratch.s_tile, TokenRows(b, t_next, next_rows), i_hv, 0, D, BT, BD)
+        b_next_dN = load_tokens(scratch.dN, scratch.s_tile, TokenRows(b, t_next, next_rows), i_hv, 0, D, BT, BD)
         b_next_r, b_next_y, b_next_xy, b_next_sum, next_e_last = _load_forward_stats(
-            p_rows, s_rows, p_dc, p_eta, s_eta, i_c, b, t, i_hv, length, i - 1, HV, D, BT, BD, SEGMENT
+            borders.rows,
+            borders.s_rows,
+            scratch.dc,
+            inputs.eta,
+            inputs.s_eta,
+            i_c,
+            b,
+            t,
+            i_hv,
+            length,
+            i - 1,
+            HV,
+            D,
+            BT,
+            BD,
+            SEGMENT,
         )
         if (j == 0) | ((i + 1) * BT % SEGMENT == 0):
             i_border = (i_c + i * BT // SEGMENT) * HV + i_hv
-            store_tile(p_dstates, i_border, 0, 0, tl.reshape(b_dS, (BD, BD)), D, D, BD, BD)
+            store_tile(scratch.dS, i_border, 0, 0, tl.reshape(b_dS, (BD, BD)), D, D, BD, BD)
 
         b_dwrite = to_row_layout(
-            mm(b_dS, broadcast_to_slabs(tl.trans(b_k), SLABS), b_dc, OP, PRECISION), p_dc, opaque_zero, BT, BD
+            mm(b_dS, broadcast_to_slabs(tl.trans(b_k), SLABS), b_dc, OP, PRECISION), scratch.dc, opaque_zero, BT, BD
         )
         b_X = b_X.to(tl.float32)
         b_E = b_w[None, :] * b_X + (b_u[None, :] - b_v.to(tl.float32) + b_k.to(tl.float32))
         b_dN = tl.where((o_t < rows)[:, None], b_dN.to(tl.float32) - b_dwrite * e_last, 0.0)
-        b_dY, b_dZ, b_step, b_dcol = inner_gradient_bwd(
-            b_X,
-            b_r,
-            b_w[None, :] * b_E,
-            b_y,
-            b_xy,
-            b_ww,
-            ww,
-            b_dN,
-            b_dwrite,
-            b_col,
-            D,
-        )
+        step = InnerStep(b_X, b_w[None, :] * b_E, b_r, b_y, b_xy)
+        b_dY, b_dZ, b_step, b_dcol = inner_gradient_bwd(step, b_ww, ww, b_dN, b_dwrite, b_col, D)
         b_dS = mm(
             tl.reshape(tl.trans(b_dO.to(tl.float32) * scale), (SLABS, BD // SLABS, BT)),
             broadcast_to_slabs(b_q, SLABS),
@@ -231,19 +251,19 @@ def wyfold_ttt_bwd_triton(
             PRECISION,
         )
         b_dS, b_dc = add_update(b_dS, b_dc, b_dZ, b_sum, b_k, SLABS, OP, PRECISION)
-        store_tokens(p_dZ, s_tile, b, t_i, i_hv, 0, rows, b_dZ, D, BT, BD)
-        store_tokens(p_dN, s_tile, b, t_i, i_hv, 0, rows, b_w[None, :] * -b_dY, D, BT, BD)
-        store_token_scalars(p_step, s_row, b, t_i, i_hv, rows, b_step, BT)
-        if p_dcol is not None:
-            store_token_scalars(p_dcol, s_dcol, b, t_i, i_hv, rows, b_dcol, BT)
-            b_col = load_token_scalars(p_col, s_col, b, t_next, i_hv, next_rows, BT)
+        store_tokens(scratch.dZ, scratch.s_tile, TokenRows(b, t_i, rows), i_hv, 0, b_dZ, D)
+        store_tokens(scratch.dN, scratch.s_tile, TokenRows(b, t_i, rows), i_hv, 0, b_w[None, :] * -b_dY, D)
+        store_token_scalars(scratch.step, scratch.s_row, TokenRows(b, t_i, rows), i_hv, b_step, BT)
+        if gradients.dcol is not None:
+            store_token_scalars(gradients.dcol, gradients.s_dcol, TokenRows(b, t_i, rows), i_hv, b_dcol, BT)
+            b_col = load_token_scalars(inputs.col, inputs.s_col, TokenRows(b, t_next, next_rows), i_hv, BT)
         b_dw += (b_w[None, :] * b_X + b_E) * b_dY
         b_du += b_dY
         b_k, b_q, b_v, b_X, b_dO, b_dN = b_next_k, b_next_q, b_next_v, b_next_X, b_next_dO, b_next_dN
         b_r, b_y, b_xy, b_sum, e_last = b_next_r, b_next_y, b_next_xy, b_next_sum, next_e_last
     b_dS, b_dc = tl.reshape(b_dS, (BD, BD)), first_column(tl.reshape(b_dc, (BD, BT)))
-    store_inner_state(p_dS0, s_dS0, p_dc0, s_dc0, i_n, i_hv, b_dS, b_dc, D, BD)
-    store_partials(p_partials, i_n, i_hv, N, tl.sum(b_dw, axis=0), tl.sum(b_du, axis=0) * b_w, HV, D, BD)
+    store_inner_state(gradients.dS0, gradients.s_dS0, gradients.dc0, gradients.s_dc0, i_n, i_hv, b_dS, b_dc, D, BD)
+    store_partials(scratch.partials, i_n, i_hv, N, tl.sum(b_dw, axis=0), tl.sum(b_du, axis=0) * b_w, HV, D, BD)
 
 
 @triton.jit
@@ -276,11 +296,12 @@ def _load_forward_stats(
     o_v = tl.arange(0, BD)
     i_sum = ((i_c + first * BT // SEGMENT) * HV + i_hv) * (SEGMENT // BT) + first % (SEGMENT // BT)
     b_sum = tl.load(p_dc + i_sum * D + o_v, mask=(o_v < D) & (rows > 0), other=0.0)
-    e_last = closing_step(p_eta, s_eta, b, t, i_hv, rows, BT)
+    at = TokenRows(b, t, rows)
+    e_last = closing_step(p_eta, s_eta, at, i_hv, BT)
     return (
-        load_token_scalars(p_rows, s_rows, b, t, i_hv, rows, BT),
-        load_token_scalars(p_rows + 2, s_rows, b, t, i_hv, rows, BT),
-        load_token_scalars(p_rows + 1, s_rows, b, t, i_hv, rows, BT),
+        load_token_scalars(p_rows, s_rows, at, i_hv, BT),
+        load_token_scalars(p_rows + 2, s_rows, at, i_hv, BT),
+        load_token_scalars(p_rows + 1, s_rows, at, i_hv, BT),
         b_sum,
         e_last,
     )

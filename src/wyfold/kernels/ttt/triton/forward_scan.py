@@ -8,6 +8,9 @@ import triton.language as tl
 from wyfold.kernels.ttt import SegmentBorders, StateViews, TTTInputs
 from wyfold.kernels.ttt.triton.launch import launch_options
 from wyfold.kernels.ttt.triton.tiles import (
+    Borders,
+    Inputs,
+    States,
     add_update,
     broadcast_to_slabs,
     closing_step,
@@ -22,7 +25,16 @@ from wyfold.kernels.ttt.triton.tiles import (
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.dot.triton import mm
-from wyfold.tile.index.triton import load_token_scalars, load_tokens, sequence_span, store_tile, store_tokens, strides
+from wyfold.tile.index.triton import (
+    Packing,
+    TokenRows,
+    load_token_scalars,
+    load_tokens,
+    sequence_span,
+    store_tile,
+    store_tokens,
+    strides,
+)
 from wyfold.tile.inner.triton import inner_gradient
 
 
@@ -41,38 +53,43 @@ def forward_scan(
     launch_kernel(
         wyfold_ttt_triton,
         grid.sequences * HV,
-        x.k,
-        x.k.stride(),
-        x.v,
-        x.v.stride(),
-        x.w,
-        x.w.stride(),
-        x.u,
-        x.u.stride(),
-        x.eta,
-        x.eta.stride(),
-        x.col,
-        strides(x.col),
-        entering.S,
-        strides(entering.S),
-        entering.c,
-        strides(entering.c),
-        leaving.S,
-        strides(leaving.S),
-        leaving.c,
-        strides(leaving.c),
-        borders.N,
-        borders.N.stride(),
-        borders.S,
-        borders.c,
-        borders.X,
-        borders.rows,
-        strides(borders.rows),
-        grid.cu,
-        grid.first,
-        grid.tokens,
-        grid.per_sequence,
-        eps,
+        inputs=Inputs(
+            k=x.k,
+            s_k=x.k.stride(),
+            v=x.v,
+            s_v=x.v.stride(),
+            w=x.w,
+            s_w=x.w.stride(),
+            u=x.u,
+            s_u=x.u.stride(),
+            eta=x.eta,
+            s_eta=x.eta.stride(),
+            col=x.col,
+            s_col=strides(x.col),
+        ),
+        states=States(
+            S0=entering.S,
+            s_S0=strides(entering.S),
+            c0=entering.c,
+            s_c0=strides(entering.c),
+            ST=leaving.S,
+            s_ST=strides(leaving.S),
+            cT=leaving.c,
+            s_cT=strides(leaving.c),
+        ),
+        borders=Borders(
+            N=borders.N,
+            s_N=borders.N.stride(),
+            S=borders.S,
+            c=borders.c,
+            X=borders.X,
+            rows=borders.rows,
+            s_rows=strides(borders.rows),
+        ),
+        packing=Packing(cu=grid.cu, first=grid.first),
+        T=grid.tokens,
+        per_sequence=grid.per_sequence,
+        eps=eps,
         SLABS=min(config.warps, constexprs["BD"] // 16),
         **constexprs,
     )
@@ -80,35 +97,10 @@ def forward_scan(
 
 @triton.jit(do_not_specialize=["T", "per_sequence", "eps"])
 def wyfold_ttt_triton(
-    p_k,
-    s_k,
-    p_v,
-    s_v,
-    p_w,
-    s_w,
-    p_u,
-    s_u,
-    p_eta,
-    s_eta,
-    p_col,
-    s_col,
-    p_S0,
-    s_S0,
-    p_c0,
-    s_c0,
-    p_ST,
-    s_ST,
-    p_cT,
-    s_cT,
-    p_N,
-    s_N,
-    p_S,
-    p_c,
-    p_X,
-    p_rows,
-    s_rows,
-    p_cu,
-    p_first,
+    inputs,
+    states,
+    borders,
+    packing,
     T,
     per_sequence,
     eps,
@@ -130,44 +122,46 @@ def wyfold_ttt_triton(
     pid = tl.program_id(0).to(tl.int64)
     i_n, i_hv = pid // HV, pid % HV
     i_h = i_hv // (HV // H)
-    i_c, b, t, length = sequence_span(i_n, p_cu, p_first, T, per_sequence, PACKED)
+    i_c, b, t, length = sequence_span(i_n, packing, T, per_sequence, PACKED)
     opaque_zero = tl.minimum(T, 0)
     steps = tl.cdiv(length, BT).to(tl.int32)
-    b_w, b_u = load_parameter(p_w, s_w, i_hv, D, BD), load_parameter(p_u, s_u, i_hv, D, BD)
-    b_S, b_c = load_inner_state(p_S0, s_S0, p_c0, s_c0, i_n, i_hv, D, BD)
+    b_w, b_u = load_parameter(inputs.w, inputs.s_w, i_hv, D, BD), load_parameter(inputs.u, inputs.s_u, i_hv, D, BD)
+    b_S, b_c = load_inner_state(states.S0, states.s_S0, states.c0, states.s_c0, i_n, i_hv, D, BD)
     b_S = tl.reshape(b_S, (SLABS, BD // SLABS, BD))
     b_c = tl.reshape(tl.broadcast_to(b_c[:, None], (BD, BT)), (SLABS, BD // SLABS, BT))
     o_t = tl.arange(0, BT)
     # Loads of a mini-batch are issued while the one before it is computed.
-    b_k = load_tokens(p_k, s_k, b, t, i_h, 0, length, D, BT, BD)
-    b_v = load_tokens(p_v, s_v, b, t, i_hv, 0, length, D, BT, BD)
-    e_last = closing_step(p_eta, s_eta, b, t, i_hv, length, BT)
-    b_col = None if p_col is None else load_token_scalars(p_col, s_col, b, t, i_hv, length, BT)
+    b_k = load_tokens(inputs.k, inputs.s_k, TokenRows(b, t, length), i_h, 0, D, BT, BD)
+    b_v = load_tokens(inputs.v, inputs.s_v, TokenRows(b, t, length), i_hv, 0, D, BT, BD)
+    e_last = closing_step(inputs.eta, inputs.s_eta, TokenRows(b, t, length), i_hv, BT)
+    b_col = (
+        None if inputs.col is None else load_token_scalars(inputs.col, inputs.s_col, TokenRows(b, t, length), i_hv, BT)
+    )
     for i in tl.range(0, steps, num_stages=1):
         t_i = t + i * BT
         rows = tl.minimum(length - i * BT, BT).to(tl.int32)
         next_rows = tl.maximum(length - (i + 1) * BT, 0).to(tl.int32)
-        b_next_k = load_tokens(p_k, s_k, b, t_i + BT, i_h, 0, next_rows, D, BT, BD)
-        b_next_v = load_tokens(p_v, s_v, b, t_i + BT, i_hv, 0, next_rows, D, BT, BD)
-        next_e_last = closing_step(p_eta, s_eta, b, t_i + BT, i_hv, next_rows, BT)
+        b_next_k = load_tokens(inputs.k, inputs.s_k, TokenRows(b, t_i + BT, next_rows), i_h, 0, D, BT, BD)
+        b_next_v = load_tokens(inputs.v, inputs.s_v, TokenRows(b, t_i + BT, next_rows), i_hv, 0, D, BT, BD)
+        next_e_last = closing_step(inputs.eta, inputs.s_eta, TokenRows(b, t_i + BT, next_rows), i_hv, BT)
         b_factor = tl.where(o_t < rows, 1.0, 0.0)
-        if p_col is not None:
+        if inputs.col is not None:
             b_factor *= b_col
-            b_col = load_token_scalars(p_col, s_col, b, t_i + BT, i_hv, next_rows, BT)
+            b_col = load_token_scalars(inputs.col, inputs.s_col, TokenRows(b, t_i + BT, next_rows), i_hv, BT)
         if i * BT % SEGMENT == 0:
             i_border = (i_c + i * BT // SEGMENT) * HV + i_hv
-            store_tile(p_S, i_border, 0, 0, tl.reshape(b_S, (BD, BD)), D, D, BD, BD)
-            store_first_column(p_c, i_border, tl.reshape(b_c, (BD, BT)), D, BD)
+            store_tile(borders.S, i_border, 0, 0, tl.reshape(b_S, (BD, BD)), D, D, BD, BD)
+            store_first_column(borders.c, i_border, tl.reshape(b_c, (BD, BT)), D, BD)
 
         b_wt = b_w[None, :] * (b_u[None, :] - b_v.to(tl.float32) + b_k.to(tl.float32))
         b_Z = mm(b_S, broadcast_to_slabs(tl.trans(b_k), SLABS), b_c, OP, PRECISION)
-        b_Z = to_row_layout(b_Z, p_c, opaque_zero, BT, BD)
+        b_Z = to_row_layout(b_Z, borders.c, opaque_zero, BT, BD)
         b_N, b_X, b_r, b_y, b_xy = inner_gradient(b_Z, b_wt, (b_w * b_w)[None, :], b_factor, eps, D)
-        store_tokens(p_N, s_N, b, t_i, i_hv, 0, rows, b_N, D, BT, BD)
-        if p_X is not None:
-            store_tokens(p_X, s_N, b, t_i, i_hv, 0, rows, b_X, D, BT, BD)
-            store_row_stats(p_rows, s_rows, b, t_i, i_hv, rows, b_r, b_xy, b_y, BT)
+        store_tokens(borders.N, borders.s_N, TokenRows(b, t_i, rows), i_hv, 0, b_N, D)
+        if borders.X is not None:
+            store_tokens(borders.X, borders.s_N, TokenRows(b, t_i, rows), i_hv, 0, b_X, D)
+            store_row_stats(borders.rows, borders.s_rows, b, t_i, i_hv, rows, b_r, b_xy, b_y, BT)
         b_S, b_c = add_update(b_S, b_c, b_N * -e_last, None, b_k, SLABS, OP, PRECISION)
         b_k, b_v, e_last = b_next_k, b_next_v, next_e_last
     b_S, b_c = tl.reshape(b_S, (BD, BD)), first_column(tl.reshape(b_c, (BD, BT)))
-    store_inner_state(p_ST, s_ST, p_cT, s_cT, i_n, i_hv, b_S, b_c, D, BD)
+    store_inner_state(states.ST, states.s_ST, states.cT, states.s_cT, i_n, i_hv, b_S, b_c, D, BD)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from wyfold.kernels.ttt import SegmentBorders, TTTInputs
 from wyfold.kernels.ttt.triton.launch import launch_options
-from wyfold.kernels.ttt.triton.tiles import load_parameter, read_by_blocks, read_segment, segment_steps
+from wyfold.kernels.ttt.triton.tiles import Borders, Inputs, load_parameter, read_by_blocks, read_segment, segment_steps
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.dot.triton import mm
-from wyfold.tile.index.triton import chunk_span, load_tile, load_tokens, store_tokens
+from wyfold.tile.index.triton import Packing, TokenRows, chunk_span, load_tile, load_tokens, store_tokens
 from wyfold.tile.inner.triton import read_steps, residual_norm
 
 
@@ -24,57 +26,46 @@ def outputs(
     launch_kernel(
         wyfold_ttt_outputs_triton,
         grid.chunks * x.v.shape[2],
-        x.q,
-        x.q.stride(),
-        x.k,
-        x.k.stride(),
-        x.w,
-        x.w.stride(),
-        x.u,
-        x.u.stride(),
-        x.eta,
-        x.eta.stride(),
-        borders.N,
-        borders.S,
-        borders.c,
-        borders.N.stride(),
-        o,
-        o.stride(),
-        grid.cu,
-        grid.first,
-        grid.sequence,
-        grid.sequences,
-        grid.tokens,
-        grid.per_sequence,
-        scale,
-        eps,
+        inputs=Inputs(
+            q=x.q,
+            s_q=x.q.stride(),
+            k=x.k,
+            s_k=x.k.stride(),
+            w=x.w,
+            s_w=x.w.stride(),
+            u=x.u,
+            s_u=x.u.stride(),
+            eta=x.eta,
+            s_eta=x.eta.stride(),
+        ),
+        borders=Borders(N=borders.N, s_N=borders.N.stride(), S=borders.S, c=borders.c),
+        output=Output(o=o, s_o=o.stride()),
+        packing=Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),
+        N=grid.sequences,
+        T=grid.tokens,
+        per_sequence=grid.per_sequence,
+        scale=scale,
+        eps=eps,
         BK=min(constexprs["BD"], config.blocks.get("BK", constexprs["BD"])),
         ON_Q=x.residual == "q",
         **constexprs,
     )
 
 
+class Output(NamedTuple):
+    """Kernel argument: output, written, and its strides."""
+
+    o: Any
+    s_o: Any
+    end: None = None
+
+
 @triton.jit(do_not_specialize=["N", "T", "per_sequence", "scale", "eps"])
 def wyfold_ttt_outputs_triton(
-    p_q,
-    s_q,
-    p_k,
-    s_k,
-    p_w,
-    s_w,
-    p_u,
-    s_u,
-    p_eta,
-    s_eta,
-    p_N,
-    p_S,
-    p_c,
-    s_tile,
-    p_o,
-    s_o,
-    p_cu,
-    p_first,
-    p_sequence,
+    inputs,
+    borders,
+    output,
+    packing,
     N,
     T,
     per_sequence,
@@ -99,27 +90,30 @@ def wyfold_ttt_outputs_triton(
     pid = tl.program_id(0).to(tl.int64)
     i_c, i_hv = pid // HV, pid % HV
     i_h = i_hv // (HV // H)
-    i_n, _, b, t, rows = chunk_span(i_c, p_cu, p_first, p_sequence, T, per_sequence, PACKED, SEGMENT)
+    i_n, _, b, t, rows = chunk_span(i_c, packing, T, per_sequence, PACKED, SEGMENT)
+    at = TokenRows(b, t, rows)
     if i_n == N:
-        store_tokens(p_o, s_o, b, t, i_hv, 0, rows, tl.zeros((SEGMENT, BD), tl.float32), D, SEGMENT, BD)
+        store_tokens(output.o, output.s_o, at, i_hv, 0, tl.zeros((SEGMENT, BD), tl.float32), D)
         return
-    b_w, b_u = load_parameter(p_w, s_w, i_hv, D, BD), load_parameter(p_u, s_u, i_hv, D, BD)
+    b_w, b_u = load_parameter(inputs.w, inputs.s_w, i_hv, D, BD), load_parameter(inputs.u, inputs.s_u, i_hv, D, BD)
     o_v = tl.arange(0, BD)
-    b_c = tl.load(p_c + pid * D + o_v, mask=o_v < D, other=0.0)
-    b_N = load_tokens(p_N, s_tile, b, t, i_hv, 0, rows, D, SEGMENT, BD)
-    b_e, b_e_last = segment_steps(p_eta, s_eta, b, t, i_hv, rows, BT, SEGMENT)
+    b_c = tl.load(borders.c + pid * D + o_v, mask=o_v < D, other=0.0)
+    b_N = load_tokens(borders.N, borders.s_N, at, i_hv, 0, D, SEGMENT, BD)
+    b_e, b_e_last = segment_steps(inputs.eta, inputs.s_eta, at, i_hv, BT, SEGMENT)
     b_steps, _ = read_steps(b_e, b_e_last, "r", BT)
     if BK == BD:
-        b_q = load_tokens(p_q, s_q, b, t, i_h, 0, rows, D, SEGMENT, BD)
-        b_k = load_tokens(p_k, s_k, b, t, i_h, 0, rows, D, SEGMENT, BD)
-        b_S = load_tile(p_S, pid, 0, 0, D, D, BD, BD)
+        b_q = load_tokens(inputs.q, inputs.s_q, at, i_h, 0, D, SEGMENT, BD)
+        b_k = load_tokens(inputs.k, inputs.s_k, at, i_h, 0, D, SEGMENT, BD)
+        b_S = load_tile(borders.S, pid, 0, 0, D, D, BD, BD)
         b_O = read_segment(b_q, b_k, b_S, b_c, b_N, b_steps, scale, OP, PRECISION)
     else:
-        b_gram, b_O = read_by_blocks(p_q, s_q, p_k, s_k, p_S, pid, b, t, i_h, rows, D, SEGMENT, BD, BK, OP, PRECISION)
+        b_gram, b_O = read_by_blocks(
+            inputs.q, inputs.s_q, inputs.k, inputs.s_k, borders.S, pid, at, i_h, D, SEGMENT, BD, BK, OP, PRECISION
+        )
         b_O = mm((b_gram * scale + 1.0) * -b_steps, b_N, b_O * scale + b_c[None, :], OP, PRECISION)
     b_raw = None
     if ON_Q:
-        b_raw = load_tokens(p_q, s_q, b, t, i_h, 0, rows, D, SEGMENT, BD)
+        b_raw = load_tokens(inputs.q, inputs.s_q, at, i_h, 0, D, SEGMENT, BD)
     b_mean = tl.sum(b_O, axis=1) * (1.0 / D)
     b_out, _, _ = residual_norm(b_O, b_mean, b_w[None, :], b_u[None, :], b_raw, eps, D, 1)
-    store_tokens(p_o, s_o, b, t, i_hv, 0, rows, b_out, D, SEGMENT, BD)
+    store_tokens(output.o, output.s_o, at, i_hv, 0, b_out, D)

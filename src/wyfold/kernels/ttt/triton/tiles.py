@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -10,16 +12,93 @@ from wyfold.tile.index.triton import load_tile, load_token_scalars, load_tokens
 from wyfold.tile.state.triton import load_state, store_state
 
 
+class Inputs(NamedTuple):
+    """Kernel argument: `TTTInputs`, each with its strides; None where a kernel does not read one."""
+
+    q: Any = None
+    s_q: Any = None
+    k: Any = None
+    s_k: Any = None
+    v: Any = None
+    s_v: Any = None
+    w: Any = None
+    s_w: Any = None
+    u: Any = None
+    s_u: Any = None
+    eta: Any = None
+    s_eta: Any = None
+    col: Any = None
+    s_col: Any = None
+    end: None = None
+
+
+class Borders(NamedTuple):
+    """Kernel argument: fields of `SegmentBorders`; None where a kernel does not use one.
+
+    Attributes:
+        N, s_N, S, c, X: As in `SegmentBorders`, and strides of N, which are those of X too.
+        rows, s_rows: Numbers per token, and their strides.
+    """
+
+    N: Any = None
+    s_N: Any = None
+    S: Any = None
+    c: Any = None
+    X: Any = None
+    rows: Any = None
+    s_rows: Any = None
+    end: None = None
+
+
+class States(NamedTuple):
+    """Kernel argument: states and biases, each with its strides, or None.
+
+    Attributes:
+        S0, s_S0, c0, s_c0: Initial states.
+        ST, s_ST, cT, s_cT: Final states, written.
+    """
+
+    S0: Any = None
+    s_S0: Any = None
+    c0: Any = None
+    s_c0: Any = None
+    ST: Any = None
+    s_ST: Any = None
+    cT: Any = None
+    s_cT: Any = None
+    end: None = None
+
+
+class Scratch(NamedTuple):
+    """Kernel argument: fields of `BackwardWorkspace`; None where a kernel does not use one.
+
+    Attributes:
+        dO, dN, dZ, s_tile: As in `BackwardWorkspace`, and the strides of all three.
+        step, s_row: Numbers per token, and their strides.
+        dS, dc: As in `BackwardWorkspace`.
+        partials: Partial sums of dw and du, written.
+    """
+
+    dO: Any = None
+    dN: Any = None
+    dZ: Any = None
+    s_tile: Any = None
+    step: Any = None
+    s_row: Any = None
+    dS: Any = None
+    dc: Any = None
+    partials: Any = None
+    end: None = None
+
+
 @triton.jit
 def gram_by_blocks(
     p_left,
     s_left,
     p_right,
     s_right,
-    b,
-    t,
+    at,
     i_head,
-    rows,
     D: tl.constexpr,
     BT: tl.constexpr,
     BW: tl.constexpr,
@@ -29,8 +108,8 @@ def gram_by_blocks(
     """left right^T of two tensors' token rows, accumulated over blocks of BW channels.   [BT, BT]"""
     b_gram = tl.zeros((BT, BT), tl.float32)
     for i_w in tl.static_range((D + BW - 1) // BW):
-        b_left = load_tokens(p_left, s_left, b, t, i_head, i_w * BW, rows, D, BT, BW)
-        b_right = load_tokens(p_right, s_right, b, t, i_head, i_w * BW, rows, D, BT, BW)
+        b_left = load_tokens(p_left, s_left, at, i_head, i_w * BW, D, BT, BW)
+        b_right = load_tokens(p_right, s_right, at, i_head, i_w * BW, D, BT, BW)
         b_gram = mm(b_left, tl.trans(b_right), b_gram, OP, PRECISION)
     return b_gram
 
@@ -43,10 +122,8 @@ def read_by_blocks(
     s_k,
     p_S,
     i_S,
-    b,
-    t,
+    at,
     i_h,
-    rows,
     D: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
@@ -61,8 +138,8 @@ def read_by_blocks(
     """
     b_gram, b_read = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BD), tl.float32)
     for i_k in tl.range(0, D, BK):
-        b_q = load_tokens(p_q, s_q, b, t, i_h, i_k, rows, D, BT, BK)
-        b_k = load_tokens(p_k, s_k, b, t, i_h, i_k, rows, D, BT, BK)
+        b_q = load_tokens(p_q, s_q, at, i_h, i_k, D, BT, BK)
+        b_k = load_tokens(p_k, s_k, at, i_h, i_k, D, BT, BK)
         b_S = load_tile(p_S, i_S, 0, i_k, D, D, BD, BK)
         b_gram = mm(b_q, tl.trans(b_k), b_gram, OP, PRECISION)
         b_read = mm(b_q, tl.trans(b_S), b_read, OP, PRECISION)
@@ -77,21 +154,21 @@ def load_parameter(p, strides, i_hv, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def closing_step(p_eta, s_eta, b, t, i_hv, rows, BT: tl.constexpr):
+def closing_step(p_eta, s_eta, at, i_hv, BT: tl.constexpr):
     """Step size of a mini-batch's last token; zero where the mini-batch has no tokens."""
-    last = t + tl.minimum(rows, BT) - 1
-    e_last = tl.load(p_eta + b * s_eta[0] + last * s_eta[1] + i_hv * s_eta[2], mask=rows > 0, other=0.0)
+    last = at.t + tl.minimum(at.rows, BT) - 1
+    e_last = tl.load(p_eta + at.b * s_eta[0] + last * s_eta[1] + i_hv * s_eta[2], mask=at.rows > 0, other=0.0)
     return e_last.to(tl.float32)
 
 
 @triton.jit
-def segment_steps(p_eta, s_eta, b, t, i_hv, rows, BT: tl.constexpr, SEGMENT: tl.constexpr):
+def segment_steps(p_eta, s_eta, at, i_hv, BT: tl.constexpr, SEGMENT: tl.constexpr):
     """Step sizes of a segment's tokens, and the closing steps of their mini-batches.   [SEGMENT] each"""
     o_t = tl.arange(0, SEGMENT)
-    o_last = t + tl.minimum((o_t // BT + 1) * BT, rows) - 1
-    p_last = p_eta + b * s_eta[0] + o_last * s_eta[1] + i_hv * s_eta[2]
-    b_e = load_token_scalars(p_eta, s_eta, b, t, i_hv, rows, SEGMENT)
-    return b_e, tl.load(p_last, mask=o_t < rows, other=0.0).to(tl.float32)
+    o_last = at.t + tl.minimum((o_t // BT + 1) * BT, at.rows) - 1
+    p_last = p_eta + at.b * s_eta[0] + o_last * s_eta[1] + i_hv * s_eta[2]
+    b_e = load_token_scalars(p_eta, s_eta, at, i_hv, SEGMENT)
+    return b_e, tl.load(p_last, mask=o_t < at.rows, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -8,6 +8,8 @@ gates are to base 2 here.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -19,48 +21,21 @@ from wyfold.tile.index.triton import load_sub_chunks, to_sub_chunks
 
 @triton.jit
 def load_sub_chunk_gate(
-    p_g,
-    s_g,
-    p_A_log,
-    p_dt_bias,
-    b,
-    t,
-    h,
-    column,
-    rows,
-    opaque_zero,
-    lower_bound,
-    clamp,
-    ACTIVATION: tl.constexpr,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
+    gate, at, h, column, opaque_zero, ACTIVATION: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr
 ):
     """Load the log gate to base 2 in sub-chunks, from channel `column` on; zero in padding.   [BT / 16, 16, BK]"""
-    x = load_sub_chunks(p_g, s_g, b, t, h, column, rows, opaque_zero, K, BT, BK).to(tl.float32)
-    return sub_chunk_gate(x, p_A_log, p_dt_bias, h, column, rows, lower_bound, clamp, ACTIVATION, K, BT, BK, 16)
+    x = load_sub_chunks(gate.g, gate.s_g, at, h, column, opaque_zero, K, BT, BK).to(tl.float32)
+    return sub_chunk_gate(x, gate, h, column, at.rows, ACTIVATION, K)
 
 
 @triton.jit
-def sub_chunk_gate(
-    x,
-    p_A_log,
-    p_dt_bias,
-    h,
-    column,
-    rows,
-    lower_bound,
-    clamp,
-    ACTIVATION: tl.constexpr,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BR: tl.constexpr,
-):
-    """Log gate to base 2 from raw gates x in sub-chunks of BR rows; zero in padding.   [BT / BR, BR, BK]"""
-    g = log_gate(x, p_A_log, p_dt_bias, h, column, lower_bound, clamp, "channel", ACTIVATION, K, BK)
+def sub_chunk_gate(x, gate, h, column, rows, ACTIVATION: tl.constexpr, K: tl.constexpr):
+    """Log gate to base 2 from raw gates x in sub-chunks; zero in padding.   [BT / BR, BR, BK]"""
+    BR: tl.constexpr = x.shape[1]
+    BK: tl.constexpr = x.shape[2]
+    g = log_gate(x, gate, h, column, "channel", ACTIVATION, K, BK)
     if ACTIVATION != "given":
-        o_r = BR * tl.arange(0, BT // BR)[:, None, None] + tl.arange(0, BR)[None, :, None]
+        o_r = BR * tl.arange(0, x.shape[0])[:, None, None] + tl.arange(0, BR)[None, :, None]
         o_k = column + tl.arange(0, BK)[None, None, :]
         g = tl.where((o_r < rows) & (o_k < K), g, 0.0)
     return g * LOG2_E
@@ -114,8 +89,6 @@ def add_channel_grams(
     b_P,
     b_rest,
     b_between,
-    NB: tl.constexpr,
-    BK: tl.constexpr,
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -139,6 +112,7 @@ def add_channel_grams(
     Returns:
         J^T, P^T; and q and k times their row factors, float32.
     """
+    NB: tl.constexpr = b_q.shape[0]
     NEAREST: tl.constexpr = CUT_TO_NEAREST if PRECISION == "tf32" else 1.0
     b_factor = tl.exp2(b_P)
     b_qf, b_kf = b_q * b_factor, b_k * b_factor
@@ -166,7 +140,7 @@ def add_channel_grams(
             b_p = b_P + anchor * REACH
             b_factor = tl.exp2(tl.where(b_p > 0.0, 0.0, b_p)) * NEAREST
             b_s = tl.exp2(tl.where((b_p < 0.0) & (b_p >= -REACH), -b_p, -1024.0)) * NEAREST
-            b_ks = tl.where((i_i == i_n)[:, :, None], (b_k * b_s)[None], 0.0).reshape(NB, 16 * NB, BK)
+            b_ks = tl.where((i_i == i_n)[:, :, None], (b_k * b_s)[None], 0.0).reshape(NB, 16 * NB, b_k.shape[2])
             b_ks = gram_operand(b_ks, OP, PRECISION)
             b_kr = gram_operand(b_k * b_factor, OP, PRECISION).permute(0, 2, 1)
             b_qr = gram_operand(b_q * b_factor, OP, PRECISION).permute(0, 2, 1)
@@ -309,24 +283,55 @@ def gram_operand(x, OP: tl.constexpr, PRECISION: tl.constexpr):
         return x
 
 
+class PairMemory(NamedTuple):
+    """Gradients of a tile's pairs of rows, which are in memory for lack of registers.
+
+    Attributes:
+        pairs: [tiles, 3, BT, BT] gradient of J below the diagonal and its transpose above, of P, and of P^T.
+        near: [tiles, NB, NEAR, NEAR, 2] from `store_near_pairs`.
+        i_tile: Number of the tile.
+        opaque_zero: As of `load_sub_chunks`.
+    """
+
+    pairs: Any
+    near: Any
+    i_tile: Any
+    opaque_zero: Any
+
+
+class GatedRows(NamedTuple):
+    """Rows of a tile in sub-chunks, and their gates.
+
+    Attributes:
+        q, k: [NB, NEAR, BK] normalised rows.
+        a: [NB, NEAR, BK] decays of the tokens.
+        first, rest: [NB, BK] log gate of a sub-chunk's first row, and of the rows after it.
+    """
+
+    q: Any
+    k: Any
+    a: Any
+    first: Any
+    rest: Any
+
+
+class RowGradients(NamedTuple):
+    """Gradients of the rows of a tile so far.
+
+    Attributes:
+        q, k: [NB, NEAR, BK] gradients of rows, from columns before their sub-chunk.
+        kc: [NB, NEAR, BK] gradients of columns, from rows after their sub-chunk.
+        over: [NB, BK] gate gradient from intervals that span a whole sub-chunk.
+    """
+
+    q: Any
+    k: Any
+    kc: Any
+    over: Any
+
+
 @triton.jit
-def channel_bwd(
-    b_q,
-    b_k,
-    b_g,
-    p_pairs,
-    p_near,
-    i_tile,
-    b_dq,
-    b_dk,
-    b_dk_write,
-    b_carried,
-    opaque_zero,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    OP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def channel_bwd(b_q, b_k, b_g, memory, b_dq, b_dk, b_dk_write, b_carried, OP: tl.constexpr, PRECISION: tl.constexpr):
     """Adjoint of all terms that a channel gate decays, for some channels: reads, writes, the state, and the grams.
 
     Tiles are in sub-chunks of NEAR rows, with all rows of a column in one thread. Between sub-chunks the grams are
@@ -337,16 +342,14 @@ def channel_bwd(
     Args:
         b_q, b_k: [NB, NEAR, BK] normalised rows.
         b_g: [NB, NEAR, BK] log gate to base 2.
-        p_pairs: [tiles, 3, BT, BT] gradient of J below the diagonal and its transpose above, of P, and of P^T.
-        p_near: [tiles, NB, NEAR, NEAR, 2] from `store_near_pairs`. Both are in memory for lack of registers.
+        memory: A `PairMemory`.
         b_dq, b_dk, b_dk_write: [BT, BK] gradients of the rows decayed from the start, and of those decayed to the end.
         b_carried: [BK] entering state times the leaving one's gradient, summed over V.
-        opaque_zero: As of `load_sub_chunks`.
 
     Returns:
         dq, dk of the normalised rows, and dg of the per-token log gate in interval form: [NB, NEAR, BK] each.
     """
-    NB: tl.constexpr = BT // NEAR
+    NB: tl.constexpr = b_g.shape[0]
     i_n = tl.arange(0, NB)
     start, end = i_n * 0, i_n * 0 + NB
     b_a = tl.exp2(b_g)
@@ -355,76 +358,70 @@ def channel_bwd(
     b_sum = b_first + b_rest
     b_before, b_after = sum_over(b_sum, start, i_n, NB), sum_over(b_sum, i_n + 1, end, NB)
     b_decay = decays_since(tl.exp2(b_before + b_first), b_a)
-    b_dq = to_sub_chunks(b_dq, p_near, opaque_zero, BT, BK, NEAR) * b_decay
-    b_dk = to_sub_chunks(b_dk, p_near, opaque_zero, BT, BK, NEAR) * b_decay
-    b_dkc = to_sub_chunks(b_dk_write, p_near, opaque_zero, BT, BK, NEAR) * decays_until(tl.exp2(b_after), b_a)
+    b_dq = _to_near_rows(b_dq, memory) * b_decay
+    b_dk = _to_near_rows(b_dk, memory) * b_decay
+    b_dkc = _to_near_rows(b_dk_write, memory) * decays_until(tl.exp2(b_after), b_a)
     b_over = b_carried[None, :] * tl.exp2(b_before + b_sum + b_after)
     b_over += sum_over(tl.sum(tl.fma(b_q, b_dq, b_k * b_dk), axis=1), i_n + 1, end, NB)
     b_over += sum_over(tl.sum(b_k * b_dkc, axis=1), start, i_n, NB)
     for level in tl.static_range(3):
         if NB >> (level + 1) > 0:
             b_dq, b_dk, b_dkc, b_over = add_half_pairs(
-                p_pairs, p_near, i_tile, opaque_zero, b_q, b_k, b_a, b_first, b_rest, b_dq, b_dk, b_dkc, b_over,
-                NB >> (level + 1), NB, BK, OP, PRECISION,
-            )  # fmt: skip
+                memory,
+                GatedRows(b_q, b_k, b_a, b_first, b_rest),
+                RowGradients(b_dq, b_dk, b_dkc, b_over),
+                NB >> (level + 1),
+                OP,
+                PRECISION,
+            )
     b_dg = sums_inside(tl.fma(b_q, b_dq, b_k * b_dk), b_k * b_dkc, b_over)
-    return add_near_pairs(p_near, i_tile, b_q, b_k, b_a, b_dq, b_dk + b_dkc, b_dg, NB)
+    return add_near_pairs(memory.near, memory.i_tile, b_q, b_k, b_a, b_dq, b_dk + b_dkc, b_dg, NB)
 
 
 @triton.jit
-def add_half_pairs(
-    p_pairs,
-    p_near,
-    i_tile,
-    opaque_zero,
-    b_q,
-    b_k,
-    b_a,
-    b_first,
-    b_rest,
-    b_dq,
-    b_dk,
-    b_dkc,
-    b_over,
-    H: tl.constexpr,
-    NB: tl.constexpr,
-    BK: tl.constexpr,
-    OP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def _to_near_rows(x, memory):
+    """`to_sub_chunks` in sub-chunks of NEAR rows.   [BT, BK] -> [NB, NEAR, BK]"""
+    return to_sub_chunks(x, memory.near, memory.opaque_zero, x.shape[0], x.shape[1], NEAR)
+
+
+@triton.jit
+def add_half_pairs(memory, rows, sums, H: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
     """Add the pairs between the two halves of every block of 2 H sub-chunks to the gradients.
 
     Both halves are anchored at the later half's first row.
 
     Args:
-        b_a: [NB, NEAR, BK] decays of the tokens.
-        b_first, b_rest: [NB, BK] log gate of a sub-chunk's first row, and of the rows after it.
-        b_dq, b_dk: [NB, NEAR, BK] gradients of rows, from columns before their sub-chunk.
-        b_dkc: [NB, NEAR, BK] gradients of columns, from rows after their sub-chunk.
-        b_over: [NB, BK] gate gradient from intervals that span a whole sub-chunk.
+        memory, rows, sums: A `PairMemory`, `GatedRows` and `RowGradients`.
+
+    Returns:
+        The gradients of `RowGradients`.
     """
+    NB: tl.constexpr = rows.q.shape[0]
+    BT: tl.constexpr = NB * NEAR
+    BK: tl.constexpr = rows.q.shape[2]
     i_n = tl.arange(0, NB)
     half = i_n // H * H
     anchor = i_n // (2 * H) * (2 * H) + H
     later = half == anchor
     # Gates from the anchor to a later sub-chunk's first row, or from an earlier sub-chunk's end to the anchor.
-    b_border = sum_over(b_first, tl.minimum(i_n, anchor) + 1, tl.maximum(i_n, anchor) + 1, NB)
+    b_border = sum_over(rows.first, tl.minimum(i_n, anchor) + 1, tl.maximum(i_n, anchor) + 1, NB)
     if H > 1:
-        b_border += sum_over(b_rest, tl.where(later, anchor, i_n + 1), tl.where(later, i_n, anchor), NB)
+        b_border += sum_over(rows.rest, tl.where(later, anchor, i_n + 1), tl.where(later, i_n, anchor), NB)
     b_border = tl.exp2(b_border)
-    b_decay = tl.where(later[:, None, None], decays_since(b_border, b_a), decays_until(b_border, b_a))
-    b_kd, b_qd = (b_k * b_decay).reshape(NEAR * NB, BK), (b_q * -b_decay).reshape(NEAR * NB, BK)
-    b_dqh = mm(load_half_pairs(p_pairs, i_tile, 1, H, NB), b_kd, None, OP, PRECISION)
-    b_dkh = mm(load_half_pairs(p_pairs, i_tile, 0, H, NB), b_kd, None, OP, PRECISION)
+    b_decay = tl.where(later[:, None, None], decays_since(b_border, rows.a), decays_until(b_border, rows.a))
+    b_kd, b_qd = (rows.k * b_decay).reshape(BT, BK), (rows.q * -b_decay).reshape(BT, BK)
+    b_dqh = mm(load_half_pairs(memory.pairs, memory.i_tile, 1, H, NB), b_kd, None, OP, PRECISION)
+    b_dkh = mm(load_half_pairs(memory.pairs, memory.i_tile, 0, H, NB), b_kd, None, OP, PRECISION)
     # A separate product, subtracted below: chained into one accumulator, its layout suits eight warps badly.
-    b_dkp = mm(load_half_pairs(p_pairs, i_tile, 2, H, NB), b_qd, None, OP, PRECISION)
-    b_dqh = to_sub_chunks(b_dqh, p_near, opaque_zero, NEAR * NB, BK, NEAR) * b_decay
-    b_dkh = to_sub_chunks(b_dkh - b_dkp, p_near, opaque_zero, NEAR * NB, BK, NEAR) * b_decay
+    b_dkp = mm(load_half_pairs(memory.pairs, memory.i_tile, 2, H, NB), b_qd, None, OP, PRECISION)
+    b_dqh = _to_near_rows(b_dqh, memory) * b_decay
+    b_dkh = _to_near_rows(b_dkh - b_dkp, memory) * b_decay
+    b_over = sums.over
     if H > 1:
-        b_products = tl.sum(tl.fma(b_q, b_dqh, b_k * b_dkh), axis=1)
+        b_products = tl.sum(tl.fma(rows.q, b_dqh, rows.k * b_dkh), axis=1)
         b_over += sum_over(b_products, tl.where(later, i_n + 1, half), tl.where(later, half + H, i_n), NB)
     b_later = tl.where(later, 1.0, 0.0)[:, None, None]
-    return b_dq + b_dqh, b_dk + b_later * b_dkh, b_dkc + (1.0 - b_later) * b_dkh, b_over
+    return sums.q + b_dqh, sums.k + b_later * b_dkh, sums.kc + (1.0 - b_later) * b_dkh, b_over
 
 
 @triton.jit
