@@ -122,7 +122,8 @@ def delta(rule: str, number: int, **options: Any) -> Comparison:
     boundaries = options.pop("boundaries", None)
     if dense is None and boundaries is None:
         boundaries = packing(number, tokens - number % 2)
-    shape = Shape(B=dense or 1, T=tokens, H=1 + number % 2, HV=2, K=8, V=16 - 8 * (number % 2))
+    K, V = options.pop("widths", (8, 16 - 8 * (number % 2)))
+    shape = Shape(B=dense or 1, T=tokens, H=1 + number % 2, HV=2, K=K, V=V)
     sequences = None if boundaries is None else len(boundaries) - 1
     flags = {name: options.pop(name) for name in list(options) if name in FLAGS}
     drawn = inputs.draw(
@@ -175,6 +176,7 @@ COMPARISONS: dict[str, Any] = {
     "model's channel gate": delta("kda", 6, gate="model", keys="huge", use_qk_l2norm_in_kernel=True),
     "bounded gate": delta("kda", 7, gate="model bounded", disable_recompute=True, chunk_size=32),
     "resets": delta("kda", 8, gate="reset one"),
+    "widths that kernels lack": delta("kda", 16, widths=(5, 260), tokens=40),
     "dense": delta("kda", 9, B=2, layout="contiguous"),
     "dense, zigzag": delta("gated_delta_rule", 10, B=3, layout="zigzag"),
     "dense, fragments": delta("delta_rule", 11, B=2, layout="fragments"),

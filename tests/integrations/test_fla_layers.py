@@ -69,6 +69,16 @@ def test_both_forms_packing_and_gradients_agree(name: str):
         assert float((packed - apart).abs().max()) < 1e-4 * float(y.abs().max())
 
 
+def test_flas_default_widths_run():
+    """head_dim 256 and expand_v 2, the defaults of fla's GatedDeltaNet: V is 512."""
+    layer = layers.GatedDeltaNet(hidden_size=32, num_heads=1)
+    assert (layer.head_k_dim, layer.head_v_dim) == (256, 512)
+    x = torch.randn(1, 9, 32)
+    y = layer(x)[0]
+    y.square().sum().backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in layer.parameters())
+
+
 @pytest.mark.parametrize("name", cases.LAYERS | cases.ADDED)
 def test_layers_run_under_autocast(name: str):
     layer = made(name).train()
@@ -99,11 +109,11 @@ def test_wrong_layers_are_refused():
         ("DeltaNet", "qk_norm must be one of", {"qk_norm": "l1"}),
         ("DeltaNet", "must be a whole number, got", {"hidden_size": 32, "num_heads": 3}),
         ("GatedDeltaNet", r"head_dim \* expand_v must be a whole number", {"head_dim": 5, "expand_v": 1.5}),
-        ("GatedDeltaNet", r"head_dim \* expand_v, the width V of a head, .* 8 to 256, got 512", {"hidden_size": 1024}),
-        ("GatedDeltaNet", "head_dim, the width K of a head, .* got 12", {"head_dim": 12}),
-        ("DeltaNet", r"hidden_size \* expand_v / num_heads, the width V of a head, .* got 512", {"expand_v": 2}),
-        ("DeltaNet", r"hidden_size \* expand_k / num_heads, the width K of a head, .* got 4", {"expand_k": 1 / 64}),
-        ("KimiDeltaAttention", r"head_dim \* expand_v, the width V of a head, .* got 384", {"expand_v": 3}),
+        ("GatedDeltaNet", r"head_dim \* expand_v, the width V of a head, .* 1 to 512, got 768", {"expand_v": 3}),
+        ("GatedDeltaNet", "head_dim, the width K of a head, .* got 264", {"head_dim": 264}),
+        ("DeltaNet", r"hidden_size \* expand_v / num_heads, the width V of a head, .* got 768", {"expand_v": 3}),
+        ("DeltaNet", r"hidden_size \* expand_k / num_heads, the width K of a head, .* got 512", {"expand_k": 2}),
+        ("KimiDeltaAttention", r"head_dim \* expand_v, the width V of a head, .* got 640", {"expand_v": 5}),
         ("GatedDeltaNet", "num_v_heads must have a multiple", {"num_heads": 4, "num_v_heads": 6}),
         ("GatedDeltaNet", "output_gate_activation must be one of", {"output_gate_activation": "gelu"}),
         ("KimiDeltaAttention", "lower_bound must be given", {"safe_gate": True}),

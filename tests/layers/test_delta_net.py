@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from wyfold import SequenceLayout, reference
-from wyfold.layers import DeltaNet
+from wyfold.layers import DeltaNet, LayerCache
 
 
 @pytest.fixture
@@ -44,14 +44,28 @@ def test_value_heads_default_to_key_heads():
     assert (layer.num_v_heads, layer.head_v_dim) == (3, 8)
 
 
+def test_any_width_has_the_formula_and_a_cache_but_no_pool(formula, float64_bounds):
+    layer = DeltaNet(24, 2, head_dim=12, head_v_dim=260, allow_neg_eigval=True).double()
+    x = torch.randn(2, 20, 24, dtype=torch.float64)
+    truth = formula(layer, x)
+    float64_bounds.output("y", layer(x), truth)
+    cache = LayerCache()
+    with torch.no_grad():
+        pieces = [layer(piece, cache=cache) for piece in x.split([13, *[1] * 7], dim=1)]
+    float64_bounds.output("y", torch.cat(pieces, 1), truth)
+    assert not layer.has_pool
+    with pytest.raises(ValueError, match=r"^DeltaNet.new_pool: head_dim must have width K a multiple"):
+        layer.new_pool(3)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"hidden_size": 0}, "hidden_size must be at least 1, got 0"),
         ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
         ({"num_v_heads": 3}, "num_v_heads must be a multiple of num_heads = 2, got 3"),
-        ({"head_dim": 12}, "head_dim must have width K a multiple of 8 from 8 to 256, got 12"),
-        ({"head_v_dim": 264}, "head_v_dim must have width V a multiple of 8 from 8 to 256, got 264"),
+        ({"head_dim": 257}, "head_dim must have width K from 1 to 256, got 257"),
+        ({"head_v_dim": 520}, "head_v_dim must have width V from 1 to 512, got 520"),
         ({"conv_size": 9}, "conv_size must be one of 2, 3, 4, 5, 6, 7, 8, got 9"),
         ({"allow_neg_eigval": 1}, "allow_neg_eigval must be True or False, got 1"),
         ({"norm_eps": float("nan")}, "norm_eps must be finite, got nan"),

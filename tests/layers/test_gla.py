@@ -67,7 +67,7 @@ def test_generation_continues_a_prompt():
     ("change", "message"),
     [
         ({"decay_normalizer": 0.0}, "decay_normalizer must be above 0, got 0.0"),
-        ({"head_v_dim": 520}, "head_v_dim must have width V a multiple of 8 from 8 to 512, got 520"),
+        ({"head_v_dim": 520}, "head_v_dim must have width V from 1 to 512, got 520"),
         ({"decay_rank": 0}, "decay_rank must be at least 1, got 0"),
     ],
 )

@@ -78,8 +78,8 @@ class Parted(nn.Module):
         return DTensor.from_local(y, self.mesh, summed, run_check=False).redistribute(placements=everywhere).to_local()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "new_pool":  # for this rank's heads; absent if the part has none, as the decoder expects
-            return self.part.new_pool
+        if name in ("new_pool", "has_pool"):  # for this rank's heads; absent if the part has none
+            return getattr(self.part, name)
         return super().__getattr__(name)
 
     def gathered(self) -> dict[str, Tensor]:

@@ -122,6 +122,7 @@ def plan(
     kernel_copies: tuple[str, ...] = (),
     tma_copies: tuple[str, ...] = (),
     collectives: tuple[str, ...] = (),
+    widths: str = "",
     keys: Callable[[], StageKeys] = tuple,
     sizes: Sequence[tuple[str, str]] = (),
     trials: Callable[[], tuple[Trial, ...]] = tuple,
@@ -134,7 +135,7 @@ def plan(
         backend: Requested backend, or None to choose one.
         forward, backward: Stages of each direction.
         dtypes: Dtypes of the call's floating tensors and results.
-        chunk_size, copies, collectives: Decisions of the caller that the `Plan` reports.
+        chunk_size, copies, collectives, widths: Decisions of the caller that the `Plan` reports.
         kernel_copies: Names of the arguments that only kernels would copy.
         tma_copies: Names of the arguments that only Gluon kernels would copy, to read them through TMA descriptors.
         parts: Returns the number of parts that eager launches cut the call into. Kernels run a call whole; for them it
@@ -170,7 +171,7 @@ def plan(
     )
     count = parts() if chosen == "eager" else min(parts(), 1) if explaining() else 1
     found = Plan(operator, chosen, *launches, dict(reasons), chunk_size, count, copies, collectives)
-    found = dataclasses.replace(found, segments=segments)
+    found = dataclasses.replace(found, segments=segments, widths=widths)
     if chosen == "triton":
         found = dataclasses.replace(found, self_check=_self_check(operator, device, reasons, trials))
     if chosen == "triton" and explaining():

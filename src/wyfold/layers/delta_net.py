@@ -14,6 +14,7 @@ from wyfold.layers.cache import LayerCache, LayerPool
 from wyfold.layers.conv import ShortConvolution
 from wyfold.layers.layer_call import sequences
 from wyfold.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
+from wyfold.ops.delta_widths import WIDEST_KEY, WIDEST_VALUE
 from wyfold.ops.serving_delta import decode, prefill
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
@@ -65,10 +66,7 @@ class DeltaMixer(nn.Module):
         name = type(self).__name__
         self.hidden_size = check.integer(name, "hidden_size", hidden_size, least=1)
         self.num_heads, self.num_v_heads = grouped_heads(name, num_heads, num_v_heads)
-        self.head_dim = head_dim
-        self.head_v_dim = head_dim if head_v_dim is None else head_v_dim
-        check.width(name, "K", "head_dim", check.integer(name, "head_dim", head_dim, least=1))
-        check.width(name, "V", "head_v_dim", check.integer(name, "head_v_dim", self.head_v_dim, least=1))
+        self.head_dim, self.head_v_dim = head_widths(name, head_dim, head_v_dim)
         check.flag(name, allow_neg_eigval=allow_neg_eigval)
         check.choice(name, "backend", backend, (None, *table.BACKENDS))
         self.allow_neg_eigval, self.backend, self.updates = allow_neg_eigval, backend, updates
@@ -101,6 +99,11 @@ class DeltaMixer(nn.Module):
         """
         raise NotImplementedError
 
+    @property
+    def has_pool(self) -> bool:
+        """Whether `new_pool` can make a pool, whose states have widths that kernels have."""
+        return all(width % 8 == 0 and width <= 256 for width in (self.head_dim, self.head_v_dim))
+
     def new_pool(
         self, slots: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> LayerPool:
@@ -113,15 +116,16 @@ class DeltaMixer(nn.Module):
                 float64 if dtype is.
 
         Raises:
-            ValueError: No device is given, and the parameters are on the meta device, as those of an offloaded layer.
+            ValueError: No device is given, and the parameters are on the meta device, as those of an offloaded layer;
+                or K or V is no multiple of 8 or above 256.
         """
-        name = type(self).__name__
+        name = f"{type(self).__name__}.new_pool"
+        check.width(name, "K", "head_dim", self.head_dim)
+        check.width(name, "V", "head_v_dim", self.head_v_dim)
         check.integer(name, "slots", slots, least=1)
         weight = self.conv.weight  # only for device and dtype: a sharded or offloaded one has no values here
         if device is None and weight.device.type == "meta":
-            raise ValueError(
-                f"{name}.new_pool: device must be given for a layer whose parameters are offloaded or meta"
-            )
+            raise ValueError(f"{name}: device must be given for a layer whose parameters are offloaded or meta")
         device, dtype = weight.device if device is None else device, weight.dtype if dtype is None else dtype
         wide = torch.promote_types(dtype, torch.float32)
         return LayerPool(
@@ -235,8 +239,8 @@ class DeltaNet(DeltaMixer):
         hidden_size: Width of x.
         num_heads: H, query and key heads.
         num_v_heads: HV, value heads, a multiple of H. None: H.
-        head_dim: K, width of a query and key: a multiple of 8 from 8 to 256.
-        head_v_dim: V, width of a value: a multiple of 8 from 8 to 256. None: K.
+        head_dim: K, width of a query and key, 1 to 256.
+        head_v_dim: V, width of a value, 1 to 512. None: K.
         conv_size: Length of the short convolution, 2 to 8.
         allow_neg_eigval: beta in [0, 2] instead of [0, 1] (arXiv:2411.12537).
         norm_eps: eps of the output norm.
@@ -288,3 +292,12 @@ def grouped_heads(name: str, num_heads: int, num_v_heads: int | None) -> tuple[i
     if num_v_heads % num_heads != 0:
         raise ValueError(f"{name}: num_v_heads must be a multiple of num_heads = {num_heads}, got {num_v_heads}")
     return num_heads, num_v_heads
+
+
+def head_widths(name: str, head_dim: int, head_v_dim: int | None) -> tuple[int, int]:
+    """Check the widths of a head; return K and V."""
+    widths = head_dim, head_dim if head_v_dim is None else head_v_dim
+    arguments = ("K", "head_dim", WIDEST_KEY), ("V", "head_v_dim", WIDEST_VALUE)
+    for (letter, argument, most), width in zip(arguments, widths, strict=True):
+        check.any_width(name, letter, argument, check.integer(name, argument, width, least=1), most=most)
+    return widths

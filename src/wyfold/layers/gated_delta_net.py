@@ -84,8 +84,8 @@ class GatedDeltaNet(DeltaMixer):
         hidden_size: Width of x.
         num_heads: H, query and key heads.
         num_v_heads: HV, value heads, a multiple of H. None: H.
-        head_dim: K, width of a query and key: a multiple of 8 from 8 to 256.
-        head_v_dim: V, width of a value: a multiple of 8 from 8 to 256. None: K.
+        head_dim: K, width of a query and key, 1 to 256.
+        head_v_dim: V, width of a value, 1 to 512. None: K.
         conv_size: Length of the short convolution, 2 to 8.
         allow_neg_eigval: beta in [0, 2] instead of [0, 1] (arXiv:2411.12537).
         norm_eps: eps of the output norm.

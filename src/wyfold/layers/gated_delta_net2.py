@@ -10,7 +10,7 @@ from wyfold.context_parallel.context import ContextParallel
 from wyfold.kernels import table
 from wyfold.layers.cache import LayerCache
 from wyfold.layers.conv import ShortConvolution
-from wyfold.layers.delta_net import RECURRENT_TOKENS, grouped_heads
+from wyfold.layers.delta_net import RECURRENT_TOKENS, grouped_heads, head_widths
 from wyfold.layers.gated_delta_net import DecayParameters
 from wyfold.layers.layer_call import sequences
 from wyfold.layers.norm import GatedRMSNorm
@@ -33,8 +33,8 @@ class GatedDeltaNet2(nn.Module):
         hidden_size: Width of x.
         num_heads: H, query and key heads.
         num_v_heads: HV, value heads, a multiple of H. None: H.
-        head_dim: K, width of a query and key: a multiple of 8 from 8 to 256.
-        head_v_dim: V, width of a value: a multiple of 8 from 8 to 256. None: K.
+        head_dim: K, width of a query and key, 1 to 256.
+        head_v_dim: V, width of a value, 1 to 512. None: K.
         conv_size: Length of the short convolution, 2 to 8.
         allow_neg_eigval: b in [0, 2] instead of [0, 1] (arXiv:2411.12537).
         norm_eps: eps of the output norm.
@@ -72,10 +72,7 @@ class GatedDeltaNet2(nn.Module):
         name = "GatedDeltaNet2"
         self.hidden_size = check.integer(name, "hidden_size", hidden_size, least=1)
         self.num_heads, self.num_v_heads = grouped_heads(name, num_heads, num_v_heads)
-        self.head_dim = head_dim
-        self.head_v_dim = head_dim if head_v_dim is None else head_v_dim
-        check.width(name, "K", "head_dim", check.integer(name, "head_dim", head_dim, least=1))
-        check.width(name, "V", "head_v_dim", check.integer(name, "head_v_dim", self.head_v_dim, least=1))
+        self.head_dim, self.head_v_dim = head_widths(name, head_dim, head_v_dim)
         check.flag(name, allow_neg_eigval=allow_neg_eigval)
         check.choice(name, "backend", backend, (None, *table.BACKENDS))
         self.allow_neg_eigval, self.backend = allow_neg_eigval, backend

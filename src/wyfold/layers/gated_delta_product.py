@@ -34,8 +34,8 @@ class GatedDeltaProduct(DeltaMixer):
         hidden_size: Width of x.
         num_heads: H, query and key heads.
         num_v_heads: HV, value heads, a multiple of H. None: H.
-        head_dim: K, width of a query and key: a multiple of 8 from 8 to 256.
-        head_v_dim: V, width of a value: a multiple of 8 from 8 to 256. None: K.
+        head_dim: K, width of a query and key, 1 to 256.
+        head_v_dim: V, width of a value, 1 to 512. None: K.
         conv_size: Length of the short convolution, 2 to 8.
         num_householder: n, the updates of a token.
         forget_gate: Whether the state decays. False: DeltaProduct.

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.kernels import table
 from wyfold.layers.cache import LayerCache
-from wyfold.layers.delta_net import RECURRENT_TOKENS, grouped_heads
+from wyfold.layers.delta_net import RECURRENT_TOKENS, grouped_heads, head_widths
 from wyfold.layers.layer_call import sequences
 from wyfold.layers.norm import GatedRMSNorm
-from wyfold.ops.gla import WIDEST, chunk_gla, fused_recurrent_gla
+from wyfold.ops.gla import chunk_gla, fused_recurrent_gla
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
 
@@ -29,8 +29,8 @@ class GatedLinearAttention(nn.Module):
         hidden_size: Width of x.
         num_heads: H, query and key heads.
         num_v_heads: HV, value heads, a multiple of H. None: H.
-        head_dim: K, width of a query and key: a multiple of 8 from 8 to 256.
-        head_v_dim: V, width of a value: a multiple of 8 from 8 to 512. None: K. The paper's is 2 K.
+        head_dim: K, width of a query and key, 1 to 256.
+        head_v_dim: V, width of a value, 1 to 512. None: K. The paper's is 2 K.
         decay_rank: Inner width of the projection of the decays.
         decay_normalizer: Divisor of the log decays, 16 in the paper.
         norm_eps: eps of the output norm.
@@ -68,11 +68,7 @@ class GatedLinearAttention(nn.Module):
         name = "GatedLinearAttention"
         self.hidden_size = check.integer(name, "hidden_size", hidden_size, least=1)
         self.num_heads, self.num_v_heads = grouped_heads(name, num_heads, num_v_heads)
-        self.head_dim = head_dim
-        self.head_v_dim = head_dim if head_v_dim is None else head_v_dim
-        check.width(name, "K", "head_dim", check.integer(name, "head_dim", head_dim, least=1))
-        V = check.integer(name, "head_v_dim", self.head_v_dim, least=1)
-        check.width(name, "V", "head_v_dim", V, most=WIDEST)
+        self.head_dim, self.head_v_dim = head_widths(name, head_dim, head_v_dim)
         check.integer(name, "decay_rank", decay_rank, least=1)
         self.decay_normalizer = check.number(name, "decay_normalizer", decay_normalizer)
         if self.decay_normalizer <= 0:

@@ -41,7 +41,7 @@ def _continued(
     N = ids.shape[0] if lengths is None else len(lengths)
     # A CUDA graph replays launches only, neither collectives nor hooks on the host.
     launched = ids.device.type == "cuda" and model.backend != "eager" and _plain(model, ids.device)
-    pooled = launched and all(hasattr(block.mixer, "new_pool") for block in model.blocks)
+    pooled = launched and all(getattr(block.mixer, "has_pool", False) for block in model.blocks)
     cache: DecodingCache | PooledCache = model.new_pools(N).at() if pooled else model.new_cache(N)
     step: Callable[[Tensor], Tensor] = partial(_step, model, cache)
     if pooled:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from wyfold.autograd.delta_records import DeltaTensors
 from wyfold.context_parallel.context import ContextParallel
+from wyfold.ops.delta_widths import WIDEST_KEY, WIDEST_VALUE
 from wyfold.ops.rank_agreement import check_shard
 from wyfold.runtime import check
 from wyfold.runtime.layout import boundaries, legal_boundaries, packed_boundaries
@@ -147,7 +148,13 @@ def check_call(t: DeltaTensors, flags: DeltaFlags, context: ContextParallel | No
 
 
 def check_tensors(
-    op: str, given: dict[str, Tensor | None], *, channel: bool, rule: str = "delta", names: Mapping[str, str] = NO_NAMES
+    op: str,
+    given: dict[str, Tensor | None],
+    *,
+    channel: bool,
+    rule: str = "delta",
+    names: Mapping[str, str] = NO_NAMES,
+    pooled: bool = False,
 ) -> dict[str, int]:
     """Check shapes, widths, dtypes and devices; return the sizes of the letters B, T, H, HV, K and V.
 
@@ -156,6 +163,7 @@ def check_tensors(
         given: Tokens and gate parameters by their names in `DeltaTensors`.
         channel, rule: As of `DeltaFlags`.
         names: Their names in the operator's signature, where these differ.
+        pooled: States are in a pool, which kernels update in place. Widths must then be those of kernels.
     """
     shapes = {"q": "B T H K", "k": "B T H K", "v": "B T HV V", "g": "B T HV K" if channel else "B T HV"}
     shapes |= {"beta": "B T HV", **COLUMN_SHAPES[rule]}
@@ -163,8 +171,13 @@ def check_tensors(
     patterns: dict[str, Any] = {names.get(name, name): (given[name], shape) for name, shape in shapes.items()}
     sizes = check.shapes(op, optional=[names.get(name, name) for name in optional], **patterns)
     check.head_groups(op, sizes["H"], sizes["HV"], keys=f"{names.get('q', 'q')} and k")
-    check.width(op, "K", f"{names.get('q', 'q')} and k", sizes["K"])
-    check.width(op, "V", "v", sizes["V"])
+    keys = f"{names.get('q', 'q')} and k"
+    if pooled:
+        check.width(op, "K", keys, sizes["K"])
+        check.width(op, "V", "v", sizes["V"])
+    else:
+        check.any_width(op, "K", keys, sizes["K"], most=WIDEST_KEY)
+        check.any_width(op, "V", "v", sizes["V"], most=WIDEST_VALUE)
     named: dict[str, Any] = {names.get(name, name): x for name, x in given.items()}
     check.floating(op, **named)
     check.same_attribute(op, "device", **named)

@@ -19,6 +19,7 @@ from wyfold.context_parallel.rank_exchange import exchange_trials
 from wyfold.kernels import table
 from wyfold.kernels.trial import TOKENS, Sample, Trial, boundary_sample, sample, with_sequences
 from wyfold.ops.delta_checks import CheckedDelta, DeltaFlags, cast_columns, check_call
+from wyfold.ops.delta_widths import fitted, widths_of
 from wyfold.runtime import check, kernel_configs, segment_rule, triton_support
 from wyfold.runtime.chunk_layout import CHUNK_SIZES, CUT_FROM, Cut, expected_segments, max_borders
 from wyfold.runtime.kernel_configs import LaunchKey
@@ -32,6 +33,10 @@ from wyfold.runtime.torch_ops import constant_to_compilers, in_autocast_dtype, t
 def make_plan(t: DeltaTensors, flags: DeltaFlags, context: ContextParallel | None = None) -> DeltaOptions:
     """Check a call over whole sequences and return its options. context: cp_context."""
     checked = check_call(t, flags, context)
+    widths = widths_of(t)
+    if widths is not None:
+        t = fitted(t, widths, flags.rule, v_first=flags.state_v_first)
+        checked = checked._replace(sizes=checked.sizes | {"HV": t.v.shape[2], "K": widths.key, "V": widths.value})
     if autocast_dtype(t.q.device.type) is not None:
         q, k, v = in_autocast_dtype(*t[:3])
         t = t._replace(q=q, k=k, v=v, **dict(zip("abw", cast_columns(t, flags.rule), strict=True)))
@@ -103,6 +108,7 @@ def make_plan(t: DeltaTensors, flags: DeltaFlags, context: ContextParallel | Non
         segments=cut.segments(-(-sizes["T"] // chunk_size)),
         grids=_grids(t, cut) if context is None else (),  # over ranks the host finds the positions
         collectives=() if context is None else _collectives(context, sizes),
+        widths="" if widths is None else str(widths),
     )
 
 
@@ -120,6 +126,7 @@ def with_backend(
     grids: tuple[str, ...] = (),
     kept: tuple[str, ...] = (),
     collectives: tuple[str, ...] = (),
+    widths: str = "",
 ) -> DeltaOptions:
     """Choose the backend of a call, over whole sequences or on a pool; return the options with it.
 
@@ -128,7 +135,7 @@ def with_backend(
         tokens: q, k, v and g, in the dtype of an active autocast.
         backend: Requested backend, or None.
         stages: Stages of the forward and of the backward.
-        dtypes, keys, trials, parts, segments, grids, kept, collectives: As of `table.plan`.
+        dtypes, keys, trials, parts, segments, grids, kept, collectives, widths: As of `table.plan`.
     """
     q, k, v, g = tokens
     chunked, channel = not options.recurrent, g is not None and g.ndim == 4
@@ -147,6 +154,7 @@ def with_backend(
         saved=("prepare",) if options.keep_factors else (),
         kept=kept,
         collectives=collectives,
+        widths=widths,
         sizes=_launch_sizes(q, options.chunk_size) if chunked else (),
         tma_copies=tma_copies(q, k, v) if copied else (),
         kernel_copies=alignment_copies(q=q, k=k, g=g if channel else None) if copied else (),

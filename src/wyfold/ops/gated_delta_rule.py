@@ -59,12 +59,12 @@ def chunk_gated_delta_rule(
     `x.transpose(1, 2)`: a view, no copy, and the same bits as contiguous tensors.
 
     Args:
-        q: [B, T, H, K] float32, float16, bfloat16, or float64. K a multiple of 8 from 8 to 256. Any strides: kernels
+        q: [B, T, H, K] float32, float16, bfloat16, or float64. K from 1 to 256. Any strides: kernels
             first copy those of q, k, v and of o's gradient (which may be expanded) whose row alignment or strides they
             cannot read; `explain` names the copied arguments. Never written.
         k: [B, T, H, K], dtype of q. Rows of unit length, or `use_qk_l2norm_in_kernel`; beta |k|^2 <= 2 keeps the
             state bounded.
-        v: [B, T, HV, V], dtype of q. V a multiple of 8 from 8 to 256; value head j reads key head j // (HV // H).
+        v: [B, T, HV, V], dtype of q. V from 1 to 512; value head j reads key head j // (HV // H).
         g: [B, T, HV] any float. Natural log of the decay per token, <= 0; -inf resets the state. None: no decay. The
             sign is checked inside `wyfold.checked()` only: elsewhere g > 0 is no error, and the state grows.
         beta: [B, T, HV] any float. Write strength in [0, 1], or [0, 2] with negative eigenvalues. None: 1.

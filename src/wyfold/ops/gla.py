@@ -1,7 +1,7 @@
 """Gated linear attention: a decayed sum of outer products, with a gate per key channel, per head, or none.
 
 The kernels are those of the delta rules, with `DeltaOptions.erases` off. Columns of the state do not depend on each
-other, so wide values are computed as several value heads, and a decay per value channel as a head for each channel.
+other, so a decay per value channel is computed with a value head for each channel.
 """
 
 from __future__ import annotations
@@ -14,16 +14,12 @@ from torch import Tensor
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.ops.delta_call import DELTA, delta_arguments, run_across_ranks
 from wyfold.ops.delta_checks import DeltaFlags
+from wyfold.ops.delta_widths import WIDEST_VALUE
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
 from wyfold.runtime.replay_cache import planned
 
 Result = tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]
-
-WIDEST = 512
-"""Largest V."""
-NARROWEST, MOST_COLUMNS = 8, 256
-"""Least and most value columns of one head in the kernels."""
 
 
 def chunk_gla(
@@ -200,8 +196,7 @@ class _Columns(NamedTuple):
 
     Attributes:
         v, g, states: Arguments of the call; HV is `parts` times the caller's.
-        parts: Heads that one of the caller's value heads is divided into.
-        width: Columns of the caller's values in such a head; the rest are zeros. 0 if `parts` is 1.
+        parts: Heads that one of the caller's value heads is divided into: one for each channel, or 1.
         v_first: Whether states are [V, K].
     """
 
@@ -209,7 +204,6 @@ class _Columns(NamedTuple):
     g: Tensor | None
     states: Tensor | None
     parts: int
-    width: int
     v_first: bool
 
     @property
@@ -222,8 +216,8 @@ class _Columns(NamedTuple):
         if self.parts == 1:
             return found
         o, *states = found
-        joined = [None if x is None else _join_states(x, self.parts, self.width, self.v_first) for x in states]
-        return (_join(o, self.parts, self.width), *joined)  # type: ignore[return-value]
+        joined = [None if x is None else _join_states(x, self.parts, self.v_first) for x in states]
+        return (_join(o, self.parts), *joined)  # type: ignore[return-value]
 
 
 def _columns(
@@ -236,12 +230,12 @@ def _columns(
     states: Tensor | None,
     v_first: bool,
 ) -> _Columns:
-    """Divide value heads that are too wide, or have a decay per column, into several; check what that needs.
+    """Divide value heads that have a decay per channel into one for each channel; check what that needs.
 
     Other calls are checked as a whole later, where an error on one rank is raised on all.
     """
-    if gv is None and not (isinstance(v, Tensor) and v.ndim == 4 and v.shape[3] > MOST_COLUMNS):
-        return _Columns(v, g, states, 1, 0, v_first)
+    if gv is None:
+        return _Columns(v, g, states, 1, v_first)
     sizes = check.shapes(
         op,
         optional=("g", "gv"),
@@ -251,35 +245,25 @@ def _columns(
         g=(g, "B T HV" if isinstance(g, Tensor) and g.ndim == 3 else "B T HV K"),
         gv=(gv, "B T HV V"),
     )
-    check.width(op, "V", "v", sizes["V"], most=WIDEST)
+    check.any_width(op, "V", "v", sizes["V"], most=WIDEST_VALUE)
     check.floating(op, v=v, g=g, gv=gv)
     check.same_attribute(op, "device", q=q, g=g, gv=gv)
     check.flag(op, state_v_first=v_first)
-    V = sizes["V"]
     if states is not None:
         order = "N HV V K" if v_first else "N HV K V"
         check.shapes(op, known=sizes, initial_state=(states, order))
-    width = 1 if gv is not None else _divisor(V)
-    parts = V // width
+    parts = sizes["V"]
     return _Columns(
         _split(v, parts),
-        _gate_of_parts(g, gv, parts),
+        _gate_of_parts(g, gv),
         None if states is None else _split_states(states, parts, v_first),
         parts,
-        width,
         v_first,
     )
 
 
-def _divisor(V: int) -> int:
-    """Largest width of the equal parts of V columns that the kernels serve."""
-    return next(width for width in range(MOST_COLUMNS, 0, -NARROWEST) if V % width == 0)
-
-
-def _gate_of_parts(g: Tensor | None, gv: Tensor | None, parts: int) -> Tensor | None:
-    """Gate of the parts [B, T, HV parts] or [B, T, HV parts, K], in float32 or wider where two gates are added."""
-    if gv is None:
-        return None if g is None else g.repeat_interleave(parts, 2)
+def _gate_of_parts(g: Tensor | None, gv: Tensor) -> Tensor:
+    """Gate of the parts [B, T, HV V] or [B, T, HV V, K], in float32 or wider."""
     gv = gv.to(torch.promote_types(gv.dtype, torch.float32))
     if g is None:
         return gv.flatten(2, 3)
@@ -288,14 +272,13 @@ def _gate_of_parts(g: Tensor | None, gv: Tensor | None, parts: int) -> Tensor | 
 
 
 def _split(x: Tensor, parts: int) -> Tensor:
-    """[.., HV, V] -> [.., HV parts, V / parts], padded with zeros to the narrowest head."""
-    x = x.unflatten(-1, (parts, -1)).flatten(-3, -2)
-    return torch.nn.functional.pad(x, (0, NARROWEST - x.shape[-1])) if x.shape[-1] < NARROWEST else x
+    """[.., HV, V] -> [.., HV parts, V / parts]."""
+    return x.unflatten(-1, (parts, -1)).flatten(-3, -2)
 
 
-def _join(x: Tensor, parts: int, width: int) -> Tensor:
+def _join(x: Tensor, parts: int) -> Tensor:
     """The inverse of `_split`."""
-    return x[..., :width].unflatten(-2, (-1, parts)).flatten(-2)
+    return x.unflatten(-2, (-1, parts)).flatten(-2)
 
 
 def _split_states(x: Tensor, parts: int, v_first: bool) -> Tensor:
@@ -304,7 +287,7 @@ def _split_states(x: Tensor, parts: int, v_first: bool) -> Tensor:
     return _split(columns, parts).movedim(0, -1 if v_first else -2)
 
 
-def _join_states(x: Tensor, parts: int, width: int, v_first: bool) -> Tensor:
+def _join_states(x: Tensor, parts: int, v_first: bool) -> Tensor:
     """The inverse of `_split_states`."""
     columns = x.movedim(-1, 0) if v_first else x.movedim(-2, 0)
-    return _join(columns, parts, width).movedim(0, -1 if v_first else -2)
+    return _join(columns, parts).movedim(0, -1 if v_first else -2)

@@ -107,7 +107,9 @@ def make_plan(t: ServingTensors, flags: ServingFlags) -> DeltaOptions:
     if flags.swapped:
         names = ("q", "k", "v", "g", "beta", "out")
         t = t._replace(**{name: _swap_batch_time(getattr(t, name)) for name in names})
-    sizes = check_tensors(op, dict(zip(ServingTensors._fields[:7], t[:7], strict=True)), channel=flags.channel)
+    sizes = check_tensors(
+        op, dict(zip(ServingTensors._fields[:7], t[:7], strict=True)), channel=flags.channel, pooled=True
+    )
     q, k, v = in_autocast_dtype(*t[:3])
     check.same_attribute(op, "dtype", q=q, k=k, v=v)
     cu, out = t.cu_seqlens, t.out

@@ -260,6 +260,12 @@ def width(op: str, letter: str, name: str, size: int, *, most: int = 256) -> Non
         raise ValueError(f"{op}: {name} must have width {letter} a multiple of 8 from 8 to {most}, got {size}")
 
 
+def any_width(op: str, letter: str, name: str, size: int, *, most: int) -> None:
+    """Raise unless a head width is one that the operator pads or splits for its kernels: from 1 to `most`."""
+    if not 1 <= size <= most:
+        raise ValueError(f"{op}: {name} must have width {letter} from 1 to {most}, got {size}")
+
+
 def any_requires_grad(given: Iterable[Tensor | None]) -> bool:
     """Whether gradients are enabled and one of the tensors requires one."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)

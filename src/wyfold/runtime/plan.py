@@ -46,6 +46,7 @@ class Plan:
         compiles: Kernels that have not run in this process yet. They are compiled, or read from disk, before they run.
         segments: Most segments of a sequence that are scanned in parallel. In a packed batch each sequence is cut by
             its length.
+        widths: Widths that kernels have in place of the caller's; empty if they have those.
         self_check: State of the kernels' self-check: "verified" where the support table vouches for them, else
             "passed" or "not run". Empty without kernels.
     """
@@ -62,6 +63,7 @@ class Plan:
     rows: tuple[Launch, ...] = ()
     compiles: tuple[str, ...] = ()
     segments: int = 1
+    widths: str = ""
     self_check: str = ""
 
     def __str__(self) -> str:
@@ -69,6 +71,8 @@ class Plan:
         for direction in ("forward", "backward"):
             if launches := getattr(self, direction):
                 rows.append((direction, ", ".join(_launch_words(launch, self.backend) for launch in launches)))
+        if self.widths:
+            rows.append(("widths", self.widths))
         if self.chunk_size is not None:
             rows.append(("chunk size", f"{self.chunk_size} tokens"))
         if self.parts != 1:

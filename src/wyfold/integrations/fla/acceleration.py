@@ -121,7 +121,7 @@ def accelerate(operators: Iterable[str] | None = None) -> Acceleration:
 
     Each call is checked separately. Wyfold runs it if the result is what fla's own kernels compute, within rounding;
     otherwise fla runs it, and the report counts the reason: a context of fla's context parallelism, an unknown keyword,
-    `use_graph`, returned intermediate states, a width that is no multiple of 8 or above 256, mixed dtypes, an
+    `use_graph`, returned intermediate states, K above 256 or V above 512, mixed dtypes, an
     unsupported card. Calls that are wrong are left to fla too, which raises its own error. fla's layers, models,
     parameters and checkpoints are unchanged.
 

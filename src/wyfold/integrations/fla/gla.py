@@ -15,7 +15,6 @@ from wyfold.integrations.fla.mixer import Mixer, whole
 from wyfold.integrations.fla.modules import FusedRMSNormGated, RMSNorm
 from wyfold.integrations.fla.recurrences import Result, v_first
 from wyfold.ops import gla
-from wyfold.ops.gla import WIDEST
 from wyfold.runtime.check import UnsupportedError
 
 
@@ -92,7 +91,7 @@ class GatedLinearAttention(Mixer):
         mode: "chunk" or "fused_recurrent", the form used in inference; short inputs and training choose by themselves.
         hidden_size: Width of input and output.
         expand_k, expand_v: Widths of all keys and of all values, in units of hidden_size. K, the width of a head's
-            keys, must be a multiple of 8 from 8 to 256, and V of its values from 8 to 512.
+            keys, is 1 to 256, and V of its values 1 to 512.
         num_heads: Query heads.
         num_kv_heads: Heads of keys, values and decays, which groups of query heads share. None: num_heads.
         feature_map: None; others raise UnsupportedError.
@@ -153,7 +152,7 @@ class GatedLinearAttention(Mixer):
         self.value_dim = whole(name, "hidden_size * expand_v", hidden_size * expand_v)
         self.head_k_dim = whole(name, "width of keys / num_heads", self.key_dim / num_heads)
         self.head_v_dim = whole(name, "width of values / num_heads", self.value_dim / num_heads)
-        self._check_sizes("hidden_size * expand_k / num_heads", "hidden_size * expand_v / num_heads", WIDEST)
+        self._check_sizes("hidden_size * expand_k / num_heads", "hidden_size * expand_v / num_heads")
         shared = self.num_kv_heads * self.head_k_dim
         self._add_projections("silu", conv_size, conv_bias, (self.key_dim, shared, self.num_kv_heads * self.head_v_dim))
         if use_output_gate:

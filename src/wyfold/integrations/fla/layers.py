@@ -115,8 +115,8 @@ class GatedDeltaNet(Mixer):
 
     Args:
         hidden_size: Width of input and output.
-        expand_v: V in units of K. V must be a multiple of 8 from 8 to 256, so fla's defaults, V = 512, are refused.
-        head_dim: K, a multiple of 8 from 8 to 256.
+        expand_v: V in units of K. V is at most 512.
+        head_dim: K, 1 to 256.
         num_heads: H.
         num_v_heads: HV, a multiple of H. None: H.
         mode: "chunk" or "fused_recurrent", the form used in inference; short inputs and training choose by themselves.
@@ -202,8 +202,8 @@ class GatedDeltaProduct(Mixer):
 
     Args:
         hidden_size: Width of input and output.
-        expand_v: V in units of K. V must be a multiple of 8 from 8 to 256, so fla's defaults, V = 512, are refused.
-        head_dim: K, a multiple of 8 from 8 to 256.
+        expand_v: V in units of K. V is at most 512.
+        head_dim: K, 1 to 256.
         num_heads: H.
         num_v_heads: HV, a multiple of H. None: H.
         mode: "chunk" or "fused_recurrent", the form used in inference; short inputs and training choose by themselves.
@@ -289,8 +289,8 @@ class KimiDeltaAttention(Mixer):
 
     Args:
         hidden_size: Width of input and output.
-        expand_v: V in units of K. V must be a multiple of 8 from 8 to 256.
-        head_dim: K, a multiple of 8 from 8 to 256.
+        expand_v: V in units of K. V is at most 512.
+        head_dim: K, 1 to 256.
         num_heads: H.
         num_v_heads: HV, a multiple of H. None: H.
         mode: "chunk" or "fused_recurrent", the form used in inference; short inputs and training choose by themselves.

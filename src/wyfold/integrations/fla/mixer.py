@@ -18,6 +18,7 @@ from wyfold.integrations.fla.padding import (
     update_layer_cache,
 )
 from wyfold.integrations.fla.recurrences import Result
+from wyfold.ops.delta_widths import WIDEST_KEY, WIDEST_VALUE
 from wyfold.runtime import check
 
 _SHORT = 64  # tokens up to which the token-by-token form is chosen in inference, as in fla
@@ -43,17 +44,17 @@ class Mixer(nn.Module):
     use_short_conv: bool
     o_norm: nn.Module
 
-    def _check_sizes(self, keys: str, values: str, most_values: int = 256) -> None:
+    def _check_sizes(self, keys: str, values: str) -> None:
         """Check mode, heads, and the widths K and V, which are made of the arguments named by `keys` and `values`."""
         name = type(self).__name__
         check.choice(name, "mode", self.mode, ("chunk", "fused_recurrent"))
         check.head_groups(name, self.num_heads, self.num_v_heads, keys="num_heads", values="num_v_heads")
-        widths = ("K", keys, self.head_k_dim, 256), ("V", values, self.head_v_dim, most_values)
+        widths = ("K", keys, self.head_k_dim, WIDEST_KEY), ("V", values, self.head_v_dim, WIDEST_VALUE)
         for letter, product, width, most in widths:
-            if width % 8 != 0 or not 8 <= width <= most:
+            if not 1 <= width <= most:
                 raise ValueError(
-                    f"{name}: {product}, the width {letter} of a head, must be a multiple of 8 from 8 to {most}, got "
-                    f"{width}; change it in a new model, and run checkpoints of this width on fla"
+                    f"{name}: {product}, the width {letter} of a head, must be from 1 to {most}, got {width}; change "
+                    "it in a new model, and run checkpoints of this width on fla"
                 )
 
     def _add_projections(

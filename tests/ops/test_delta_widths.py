@@ -1,0 +1,128 @@
+"""Widths that kernels lack: K and V that are no multiple of 8, and V above 256."""
+
+from typing import Any
+
+import pytest
+import torch
+from tests.ops.low_rank_calls import OPERATORS, agree
+from torch import Tensor
+from torch.nn.functional import pad
+
+import wyfold
+from wyfold import reference
+from wyfold.reference import inputs
+from wyfold.reference.shapes import Shape
+
+RULES = ("delta_rule", "gated_delta_rule", "kda")
+FORMS = ("chunk", "fused_recurrent")
+BOUNDARIES = torch.tensor([0, 0, 1, 30, 43])
+
+
+@pytest.fixture(params=RULES)
+def rule(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def operator(form: str, rule: str) -> Any:
+    return getattr(wyfold, f"{form}_{rule}")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("K", "V"), [(60, 60), (100, 36), (3, 1), (12, 300), (8, 512)])
+def test_any_width_against_float64(form: str, rule: str, K: int, V: int, results, float64_bounds):
+    """Outputs, states and every gradient, packed, with grouped heads and all that can be done in the kernel."""
+    gate = {"gate": None if rule == "delta_rule" else "model", "beta": "logits", "state": "normal"}
+    a = inputs.draw("random", rule, Shape(1, 43, 1, 2, K, V), sequences=4, dtype=torch.float64, **gate)
+    options = {"cu_seqlens": BOUNDARIES, "use_qk_l2norm_in_kernel": True, "output_final_state": True}
+    truth = results(getattr(reference, rule), a, **options)
+    found = results(operator(form, rule), a, **options)
+    assert found.keys() == truth.keys()
+    for name, x in truth.items():
+        (float64_bounds.gradient if name.startswith("d") else float64_bounds.output)(name, found[name], x)
+
+
+@pytest.mark.parametrize("name", ["chunk_dplr_delta_rule", "fused_recurrent_gdn2", "chunk_comba", "chunk_gla"])
+def test_other_rules_take_any_width_too(name: str, results, float64_bounds):
+    op, loop, drawn = OPERATORS.get(name, (wyfold.chunk_gla, reference.gla, "gla"))
+    a = inputs.draw("random", drawn, Shape(1, 20, 1, 2, 12, 260), state="normal", dtype=torch.float64)
+    agree(float64_bounds, results(op, a, output_final_state=True), results(loop, a, output_final_state=True))
+
+
+def padded(a: dict[str, Any], K: int, V: int, v_first: bool) -> dict[str, Any]:
+    """The arguments with zeros after their K channels of keys and V channels of values, up to a multiple of 8."""
+    keys, values = -K % 8, -V % 8
+    state = (0, keys, 0, values) if v_first else (0, values, 0, keys)
+    own = {"q": (0, keys), "k": (0, keys), "v": (0, values), "initial_state": state}
+    if a["g"].ndim == 4:
+        own["g"] = (0, keys)
+    return a | {name: pad(a[name], by) for name, by in own.items()}
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize(("K", "V"), [(60, 60), (100, 20)])
+@pytest.mark.parametrize("rule", RULES[1:])
+def test_padding_inside_has_the_bits_of_padding_by_hand(rule: str, K: int, V: int, v_first: bool, device, backend: str):
+    a = inputs.draw("random", rule, Shape(1, 70, 1, 2, K, V), state="normal")
+    a["initial_state"] = a["initial_state"].mT.contiguous() if v_first else a["initial_state"]
+    a = {name: x.to(device) for name, x in a.items()}
+    options = {"output_final_state": True, "state_v_first": v_first, "scale": 0.3, "backend": backend}
+    options |= {"return_intermediate_states": True, "checkpoint_every": 32}
+    op = operator("chunk", rule)
+    found = op(**a, **options)
+    expected = op(**padded(a, K, V, v_first), **options)
+    states = (slice(V), slice(K)) if v_first else (slice(K), slice(V))
+    assert torch.equal(found[0], expected[0][..., :V])
+    for x, y in zip(found[1:], expected[1:], strict=True):
+        assert x.is_contiguous() and torch.equal(x, y[(..., *states)])
+    found, expected = (gradients(op, b, found[0], options) for b in (a, padded(a, K, V, v_first)))
+    for name, x in found.items():
+        assert torch.equal(x, expected[name][tuple(map(slice, x.shape))]), name
+
+
+def gradients(op: Any, a: dict[str, Any], like: Tensor, options: dict[str, Any]) -> dict[str, Tensor]:
+    """Gradients of all tensors by an output gradient that is drawn for `like` and has zeros after it."""
+    leaves = {name: x.clone().requires_grad_() for name, x in a.items()}
+    o = op(**leaves, **options)[0]
+    do = inputs.incoming(like, 0)
+    torch.autograd.backward([o], [pad(do, (0, o.shape[-1] - do.shape[-1]))])
+    return {name: x.grad for name, x in leaves.items()}
+
+
+@pytest.mark.parametrize("rule", RULES[1:])
+def test_a_wide_value_head_has_the_bits_of_its_halves(rule: str, device, backend):
+    a = inputs.draw("random", rule, Shape(1, 40, 1, 1, 16, 512), state="normal")
+    a = {name: x.to(device) for name, x in a.items()}
+    op, options = operator("chunk", rule), {"output_final_state": True, "backend": backend}
+    o, state = op(**a, **options)
+    for half in (slice(256), slice(256, 512)):
+        b = a | {"v": a["v"][..., half], "initial_state": a["initial_state"][..., half]}
+        half_o, half_state = op(**b, **options)
+        assert torch.equal(o[..., half], half_o) and torch.equal(state[..., half], half_state)
+
+
+def test_explain_says_which_widths_the_kernels_get():
+    q, v = torch.zeros(1, 5, 1, 60), torch.zeros(1, 5, 1, 300)
+    text = str(wyfold.explain(wyfold.chunk_delta_rule, q, q, v))
+    assert "K 60 as 64, V 300 as 2 x 152" in text
+    whole = torch.zeros(1, 5, 1, 64)
+    assert "widths" not in str(wyfold.explain(wyfold.chunk_delta_rule, whole, whole, whole))
+
+
+@pytest.mark.parametrize(("K", "V", "message"), [
+    (257, 8, "q and k must have width K from 1 to 256, got 257"),
+    (8, 513, "v must have width V from 1 to 512, got 513"),
+    (0, 8, "q and k must have width K from 1 to 256, got 0"),
+])  # fmt: skip
+def test_wider_heads_are_refused(K: int, V: int, message: str):
+    q, v = torch.zeros(1, 5, 1, K), torch.zeros(1, 5, 1, V)
+    with pytest.raises(ValueError, match=f"^chunk_delta_rule: {message}$"):
+        wyfold.chunk_delta_rule(q, q, v)
+
+
+def test_a_compiled_call_pads_too():
+    q, v = torch.randn(1, 9, 1, 12, requires_grad=True), torch.randn(1, 9, 1, 20)
+    call = lambda q: wyfold.chunk_delta_rule(q, q, v)[0]
+    expected = call(q)
+    found = torch.compile(call, fullgraph=True, backend="aot_eager")(q)
+    assert torch.equal(found, expected)
+    assert torch.equal(*(torch.autograd.grad(o.sum(), q)[0] for o in (found, expected)))
