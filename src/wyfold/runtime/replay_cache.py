@@ -117,9 +117,10 @@ def find_call(head: Any, tensors: tuple[Any, ...], values: tuple[Any, ...]) -> K
         head: The registered operator's name, or the public operator.
         tensors, values: All that the call depends on.
     """
-    if torch.compiler.is_compiling() or torch_modes.tracing() is not None or explaining():
+    plain = torch_modes.in_plain_eager()
+    if not plain and (torch.compiler.is_compiling() or torch_modes.tracing() is not None):
         return None
-    if check.checking_contents() or not isinstance(tensors[0], Tensor):
+    if explaining() or check.checking_contents() or not isinstance(tensors[0], Tensor):
         return None
     addresses: list[int] = []
     try:
@@ -132,7 +133,7 @@ def find_call(head: Any, tensors: tuple[Any, ...], values: tuple[Any, ...]) -> K
         if len(_entries) >= CAPACITY:
             _entries.clear()
         entry = _entries[key] = _Entry()
-    recordable = not unfit and tensors[0].device.type in DEVICES and torch_modes.in_plain_eager()
+    recordable = plain and not unfit and tensors[0].device.type in DEVICES
     return KnownCall(entry, recordable, head, tensors, values, addresses)
 
 
