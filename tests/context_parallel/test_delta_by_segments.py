@@ -75,7 +75,7 @@ def test_a_rank_repeats_itself(
     def waited(x: torch.Tensor) -> None:
         wait(x)
         waited_for.append(x)  # kept alive for the whole test, like all memory
-        launches.append(("wait", 0, current(0)))
+        launches.append(("wait", "", 0, current(0)))
 
     monkeypatch.setattr(recording, "wait_collective", waited)
 
@@ -90,7 +90,7 @@ def test_a_rank_repeats_itself(
     assert [dx.shape for dx in again] == [dx.shape for dx in gradients]
     assert all_gathers("delta_rank") == {"delta_rank_fwd": 1, "delta_rank_bwd": 1}
     carried = [n for n, (name, *_) in enumerate(found) if "_carry_" in name]
-    assert all(found[n - 1][0] == "wait" and found[n - 1][2] == found[n][2] == 10 for n in carried)
+    assert all(found[n - 1][0] == "wait" and found[n - 1][3] == found[n][3] == 10 for n in carried)
     names = [name.removeprefix("wyfold_").removesuffix("_triton") for name, *_ in found]
     assert names.count("rank_carry") == (rank > 0) + (rank < WORLD - 1)
     assert names.count("rank_send") == (rank < WORLD - 1) + (rank > 0)

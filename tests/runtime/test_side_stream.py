@@ -195,7 +195,7 @@ def test_a_call_in_segments_is_replayed_on_both_streams(rule: str, lines, launch
         launches.clear(), lines.clear()
         o = op(**given)
         torch.autograd.grad(o[0] if isinstance(o, tuple) else o, wanted, torch.ones_like(given["v"]))
-        return [(name.removeprefix("wyfold_").removesuffix("_triton"), stream) for name, _, stream, *_ in launches]
+        return [(name.removeprefix("wyfold_").removesuffix("_triton"), stream) for name, _, _, stream, *_ in launches]
 
     with segment_rule.forced(2):
         with without_replay():
