@@ -38,8 +38,8 @@ def gate(
     tile = _tiles("gate", x, out)
     if tile.tiles:
         launch_kernel(
-            wyfold_gate_triton, tile.tiles * tile.blocks,
-            x, tile.strides(x), _vector(A_log), _vector(dt_bias), out, tile.strides(out), x.shape[0], lower_bound,
+            wyfold_gate_triton, tile.tiles * tile.blocks, p_x=x, s_x=tile.strides(x), p_A_log=_vector(A_log),
+            p_dt_bias=_vector(dt_bias), p_g=out, s_g=tile.strides(out), n=x.shape[0], lower_bound=lower_bound,
             BOUNDED=activation == "bounded", **tile.launch(),
         )  # fmt: skip
 
@@ -61,9 +61,9 @@ def gate_bwd(
     programs = min(tile.tiles, max(1, tile.programs // tile.blocks))
     partial = x.new_empty(2, programs, *x.shape[1:], dtype=torch.float32) if rate_wanted or bias_wanted else None
     launch_kernel(
-        wyfold_gate_bwd_triton, programs * tile.blocks,
-        x, tile.strides(x), _vector(A_log), _vector(dt_bias), dg, tile.strides(dg), out.x, tile.strides(out.x), partial,
-        x.shape[0], tile.tiles, programs, lower_bound,
+        wyfold_gate_bwd_triton, programs * tile.blocks, p_x=x, s_x=tile.strides(x), p_A_log=_vector(A_log),
+        p_dt_bias=_vector(dt_bias), p_dg=dg, s_dg=tile.strides(dg), p_dx=out.x, s_dx=tile.strides(out.x),
+        p_partial=partial, n=x.shape[0], tiles=tile.tiles, programs=programs, lower_bound=lower_bound,
         BOUNDED=activation == "bounded", DRATE=rate_wanted, DBIAS=bias_wanted, **tile.launch(),
     )  # fmt: skip
     if partial is not None and out.A_log is not None and A_log is not None:
@@ -78,8 +78,8 @@ def beta_sigmoid(x: Tensor, scale: float, out: Tensor) -> None:
     tile = _tiles("beta_sigmoid", x, out)
     if tile.tiles:
         launch_kernel(
-            wyfold_beta_sigmoid_triton, tile.tiles * tile.blocks,
-            x, tile.strides(x), out, tile.strides(out), x.shape[0], float(scale), **tile.launch(),
+            wyfold_beta_sigmoid_triton, tile.tiles * tile.blocks, p_x=x, s_x=tile.strides(x), p_beta=out,
+            s_beta=tile.strides(out), n=x.shape[0], scale=float(scale), **tile.launch(),
         )  # fmt: skip
 
 
@@ -89,8 +89,8 @@ def beta_sigmoid_bwd(x: Tensor, scale: float, dbeta: Tensor, dx: Tensor) -> None
     tile = _tiles("beta_sigmoid_bwd", x, dbeta, dx)
     if tile.tiles:
         launch_kernel(
-            wyfold_beta_sigmoid_bwd_triton, tile.tiles * tile.blocks,
-            x, tile.strides(x), dbeta, tile.strides(dbeta), dx, tile.strides(dx), x.shape[0], float(scale),
+            wyfold_beta_sigmoid_bwd_triton, tile.tiles * tile.blocks, p_x=x, s_x=tile.strides(x), p_dbeta=dbeta,
+            s_dbeta=tile.strides(dbeta), p_dx=dx, s_dx=tile.strides(dx), n=x.shape[0], scale=float(scale),
             **tile.launch(),
         )  # fmt: skip
 

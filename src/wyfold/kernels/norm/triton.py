@@ -40,12 +40,12 @@ def l2norm(x: Tensor, eps: float, out: Tensor) -> None:
         launch_kernel(
             wyfold_l2norm_triton,
             tile.tiles,
-            x,
-            tile.strides(x),
-            out,
-            tile.strides(out),
-            x.shape[0],
-            eps,
+            p_x=x,
+            s_x=tile.strides(x),
+            p_y=out,
+            s_y=tile.strides(out),
+            n=x.shape[0],
+            eps=eps,
             **tile.launch(),
         )
 
@@ -55,8 +55,8 @@ def l2norm_bwd(x: Tensor, eps: float, dy: Tensor, dx: Tensor) -> None:
     tile = _tiles("l2norm_bwd", x, dy, dx)
     if tile.tiles:
         launch_kernel(
-            wyfold_l2norm_bwd_triton, tile.tiles,
-            x, tile.strides(x), dy, tile.strides(dy), dx, tile.strides(dx), x.shape[0], eps, **tile.launch(),
+            wyfold_l2norm_bwd_triton, tile.tiles, p_x=x, s_x=tile.strides(x), p_dy=dy, s_dy=tile.strides(dy), p_dx=dx,
+            s_dx=tile.strides(dx), n=x.shape[0], eps=eps, **tile.launch(),
         )  # fmt: skip
 
 
@@ -74,9 +74,9 @@ def rms_norm_gated(
     tile = _tiles("rms_norm_gated", x, z, out)
     if tile.tiles:
         launch_kernel(
-            wyfold_rms_norm_gated_triton, tile.tiles,
-            x, tile.strides(x), z, tile.strides(z), weight.contiguous(), None if bias is None else bias.contiguous(),
-            out, tile.strides(out), x.shape[0], options.eps, **_choices(options), **tile.launch(),
+            wyfold_rms_norm_gated_triton, tile.tiles, p_x=x, s_x=tile.strides(x), p_z=z, s_z=tile.strides(z),
+            p_w=weight.contiguous(), p_bias=None if bias is None else bias.contiguous(), p_y=out, s_y=tile.strides(out),
+            n=x.shape[0], eps=options.eps, **_choices(options), **tile.launch(),
         )  # fmt: skip
 
 
