@@ -142,7 +142,7 @@ def test_recomputed_equals_kept_and_repeats(packed: bool, rule: str, op, device,
 
 
 # The scale 1 / sqrt(128) is no power of two: a state's gradient must not be rounded between calls.
-@pytest.mark.parametrize("scale", [None, 128**-0.5, 0.3, -3.0])
+@pytest.mark.parametrize("scale", [None, 128**-0.5, -3.0])
 def test_split_equals_whole(scale: float | None, rule: str, op, device, results):
     a = call(rule, Shape(1, 37, 1, 2, 16, 8), device) | {"scale": scale}
     split_is_whole(a, op, results)

@@ -131,9 +131,15 @@ def test_every_option(rule: str, seed: int, case: dict, device, guarded, results
     require(*verdicts(rule, a, case["loss"], family, device, guarded, results))
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("rule", RULES)
+WIDE = [
+    pytest.param(rule, dtype, (i + j) % 2 == 1, id=f"{rule}-{dtype}-{'packed' if (i + j) % 2 else 'dense'}")
+    for i, rule in enumerate(RULES)
+    for j, dtype in enumerate((BF16, FP32))
+]
+"""Each rule in both dtypes, dense in one and packed in the other."""
+
+
+@pytest.mark.parametrize("rule, dtype, packed", WIDE)
 def test_as_wide_as_a_model(rule: str, dtype: torch.dtype, packed: bool, device, guarded, results):
     a = inputs.draw(
         "random",

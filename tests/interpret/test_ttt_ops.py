@@ -174,9 +174,15 @@ def test_every_value_occurs(device):
         assert {repr(case[name]) for case in MIXED} == set(map(repr, values)), name
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize(("D", "C"), [(64, 16), (128, 16), (64, 64)])
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+WIDE = [
+    pytest.param(dtype, D, C, (i + j) % 2 == 1, id=f"{dtype}-{D}-{C}-{'packed' if (i + j) % 2 else 'dense'}")
+    for i, dtype in enumerate((BF16, FP32))
+    for j, (D, C) in enumerate(((64, 16), (128, 16), (64, 64)))
+]
+"""Each width and mini-batch in both dtypes, dense in one and packed in the other."""
+
+
+@pytest.mark.parametrize("dtype, D, C, packed", WIDE)
 def test_as_wide_as_a_model(dtype: torch.dtype, D: int, C: int, packed: bool, device, guarded):
     """Packed calls include the step factors and residual of published layers."""
     a = inputs.draw(
