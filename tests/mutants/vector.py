@@ -41,6 +41,22 @@ REFERENCE = (
         "a = n",
         "reference/test_ttt.py::test_the_inner_step_descends_the_reconstruction_loss",
     ),
+    Mutant(
+        "the token loop forgets the decay of value channels",
+        "reference/delta.py",
+        "",
+        "S = S * value_decay[:, t]",
+        "pass",
+        "ops/test_gla.py::test_decays_of_value_channels",
+    ),
+    Mutant(
+        "a rule that only adds also erases",
+        "reference/delta.py",
+        "",
+        " if erases else v[:, j]",
+        "",
+        "ops/test_gla.py::test_every_length",
+    ),
 )
 
 TILE = (
@@ -283,6 +299,30 @@ EAGER_KERNELS = (
         "if entry is not None and dtype not in entry.dtypes:",
         "if False:",
         "kernels/test_table.py::test_float64_is_refused_with_an_alternative",
+    ),
+    Mutant(
+        "the softmax's adjoint lacks the average",
+        "kernels/path_attention/eager.py",
+        "path_attention_bwd",
+        "weights.p * (weights.dp - delta)",
+        "weights.p * weights.dp",
+        "kernels/test_path_attention.py::test_one_softmax_over_all_keys_and_its_adjoint",
+    ),
+    Mutant(
+        "the query's gradient of a low-rank rule lacks the pairs",
+        "kernels/low_rank_gradients/eager.py",
+        "",
+        "dq.add_(through.q)",
+        "pass",
+        "kernels/test_low_rank_gradients.py::test_a_chunk",
+    ),
+    Mutant(
+        "a low-rank rule does not write its values",
+        "kernels/low_rank_scan/eager.py",
+        "scan",
+        "running.baddbmm_(factors.K[c].transpose(1, 2), v[c])",
+        "pass",
+        "ops/test_dplr.py::test_every_length",
     ),
 )
 
