@@ -135,10 +135,10 @@ def _of_tokens() -> list[Refusal]:
         Refusal(DELTA, "beta", "with a last axis of 1", lambda r: {"beta": r["beta"][..., None]}),
         Refusal(DELTA, "beta", "per key head", lambda r: {"beta": _cut(r["beta"], 2, 2)}),
         Refusal(DELTA, "beta", "of booleans", lambda r: {"beta": r["beta"] > 0.5}),
-        Refusal(GDN, "K", "of 60", _wide(K=60)),
+        Refusal(GDN, "K", "of 264", _wide(K=264)),
         Refusal(KDA, "K", "of 264", _wide(K=264)),
-        Refusal(DELTA, "V", "of 100", _wide(V=100)),
-        Refusal(RECURRENT, "V", "of 1", _wide(V=1)),
+        Refusal(DELTA, "V", "of 520", _wide(V=520)),
+        Refusal(RECURRENT, "V", "of 520", _wide(V=520)),
     ]
 
 
