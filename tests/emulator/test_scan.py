@@ -10,7 +10,7 @@ from torch import Tensor
 
 from wyfold.kernels.records import Slots
 from wyfold.kernels.scan import gluon
-from wyfold.runtime.kernel_configs import Config
+from wyfold.runtime.kernel_configs import Config, LaunchKey
 
 SCALE = 0.25
 CONFIGS = [
@@ -66,7 +66,18 @@ def judge(machine: Machine, config: tuple[dict[str, int], int], call: Call) -> N
     o, ST = torch.full_like(call.v, torch.nan), torch.full_like(want_S, torch.nan)
     with machine.installed(gluon, Config(blocks["BV"] // 16 // blocks["PARTS"], stages, blocks)):
         gluon.scan(
-            call.q, call.k, call.v, call.prepared, call.S0, call.grid, options(scale=SCALE), "", o, ST, None, None
+            call.q,
+            call.k,
+            call.v,
+            call.prepared,
+            call.S0,
+            call.grid,
+            options(scale=SCALE),
+            LaunchKey(),
+            o,
+            ST,
+            None,
+            None,
         )
     used = call.v.shape[1] if call.cu is None else call.cu[-1]
     require_close(machine, o=(o[:, :used], want_o[:, :used]), ST=(ST, want_S))
@@ -92,8 +103,8 @@ def test_states_in_slots_of_a_pool(stored: torch.dtype, elsewhere: bool):
     slots = Slots(pool, pool, source, target if elsewhere else None, given)
     tokens, machine = (call.q, call.k, call.v, call.prepared), Machine()
     with machine.installed(gluon, Config(4, stages, blocks)):
-        gluon.scan(*tokens, entering, call.grid, options(scale=SCALE), "", expected, left, None, None)
-        gluon.scan(*tokens, pool, call.grid, options(scale=SCALE), "", got, pool, None, None, slots=slots)
+        gluon.scan(*tokens, entering, call.grid, options(scale=SCALE), LaunchKey(), expected, left, None, None)
+        gluon.scan(*tokens, pool, call.grid, options(scale=SCALE), LaunchKey(), got, pool, None, None, slots=slots)
     expected[:, call.spans[0][1] : call.spans[0][2]] = 0
     for n in range(1, N):
         if 0 <= (to := int(target[n] if elsewhere else source[n, 0])) < len(pool):

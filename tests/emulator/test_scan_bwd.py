@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wyfold.kernels.scan_bwd import gluon
 from wyfold.kernels.scan_bwd.triton import token_borders
-from wyfold.runtime.kernel_configs import Config
+from wyfold.runtime.kernel_configs import Config, LaunchKey
 
 SCALE = 0.25
 CONFIGS = [
@@ -89,7 +89,7 @@ def judge(machine: Machine, config: tuple[dict[str, int], int], call: Call) -> N
     with machine.installed(gluon, Config(blocks["BV"] // 16 // blocks["PARTS"], stages, blocks)):
         gluon.scan_bwd(
             call.q, call.k, call.v, call.prepared, call.S0, call.do, call.dST, call.grid,
-            options(scale=SCALE), "", dS0, found,
+            options(scale=SCALE), LaunchKey(), dS0, found,
         )  # fmt: skip
     pairs = {name: (x[written], want[name][written].to(x.dtype)) for name, x in found._asdict().items()}
     require_close(machine, **pairs, **({} if dS0 is None else {"dS0": (dS0, want["dS0"])}))

@@ -392,7 +392,6 @@ def wyfold_scan_bwd_gluon(
     PARTS: gl.constexpr = SIZES.PARTS
     OUT: gl.constexpr = SIZES.OUT
     STAGES: gl.constexpr = SIZES.STAGES
-    PACKED: gl.constexpr = SIZES.PACKED
     CHANNEL: gl.constexpr = SIZES.CHANNEL
     FOLDED: gl.constexpr = SIZES.FOLDED
     BW: gl.constexpr = SIZES.BV // SIZES.PARTS
@@ -403,7 +402,7 @@ def wyfold_scan_bwd_gluon(
     pid -= gl.where(back != 0, 0, half)
     i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, pid // (NV * HV)
     i_h = i_hv // (HV // H)
-    i_c, b, t, length = sequence_span(i_n, packing, T, per_sequence, PACKED)
+    i_c, b, t, length = sequence_span(i_n, packing, T, per_sequence, SIZES.PACKED)
     i_tile = (i_c * HV + i_hv).to(gl.int32)
     begins, ends, i_border = True, True, i_n
     if segments.sequence is not None:
