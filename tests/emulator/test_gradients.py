@@ -17,7 +17,7 @@ from wyfold.kernels.gradients import gluon
 from wyfold.kernels.gradients.gluon import channel
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid, chunk_grid
-from wyfold.runtime.kernel_configs import Config
+from wyfold.runtime.kernel_configs import Config, LaunchKey
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.eager import log_gate_floor
 
@@ -74,7 +74,9 @@ def judge(machine: Machine, call: Call) -> None:
     module: ModuleType = channel if call.kind == "channel" else gluon
     q, k, _, *rest = call.given.values()
     with machine.installed(module, Config(4, 1, {})):
-        gluon.gradients(q, k, *rest, call.do, call.borders, call.grid, call.options, "", GradientOutputs(**out))
+        gluon.gradients(
+            q, k, *rest, call.do, call.borders, call.grid, call.options, LaunchKey(), GradientOutputs(**out)
+        )
     pairs = {}
     for name, want in call.want.items():
         got = out[name]

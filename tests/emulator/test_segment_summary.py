@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wyfold.kernels.segment_summary.gluon import backward, forward
 from wyfold.runtime.chunk_layout import Cut, Segments, segment_grid
-from wyfold.runtime.kernel_configs import Config
+from wyfold.runtime.kernel_configs import Config, LaunchKey
 
 SCALE = 0.25
 UNWRITTEN = 7.0
@@ -123,7 +123,7 @@ def summarised(machine: Machine, config: tuple[dict[str, int], int], call: Call,
     maps(call, segments, *want)
     call.spoil()
     with machine.installed(forward, Config(4, config[1], config[0])):
-        forward.segment_summary(call.k, call.v, call.prepared, call.S0, segments, "", H, M)
+        forward.segment_summary(call.k, call.v, call.prepared, call.S0, segments, LaunchKey(), H, M)
     require_close(machine, H=written(H, want[0]), M=written(M, want[1]))
 
 
@@ -135,6 +135,6 @@ def graded(machine: Machine, config: tuple[dict[str, int], int], call: Call, seg
     call.spoil()
     with machine.installed(backward, Config(4, config[1], config[0])):
         backward.segment_summary_bwd(
-            call.q, call.k, call.prepared, call.do, call.dST, segments, options(scale=SCALE), "", c
+            call.q, call.k, call.prepared, call.do, call.dST, segments, options(scale=SCALE), LaunchKey(), c
         )
     require_close(machine, c=written(c, want))
