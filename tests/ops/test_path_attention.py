@@ -260,9 +260,15 @@ def test_sequences_may_have_different_numbers_of_keys(float64_bounds):
         if count:
             keys[n, -count:] = op(**{name: x[:, :count] for name, x in row.items()}, use_cache=True)[1]
             values[n, -count:], gates[n, -count:] = row["v"][0, :count], row["g"][0, :count]
-    keys, values, gates = (x.nan_to_num() for x in (keys, values, gates))
-    o, _ = op(**last, past=PathKeys(keys, values, gates, torch.tensor(counts, dtype=torch.int32)))
+    # Rows without a key still hold NaN: they are never read.
+    leaves = [x.requires_grad_() for x in (*last.values(), keys, values, gates)]
+    earlier = PathKeys(keys, values, gates, torch.tensor(counts, dtype=torch.int32))
+    o, found = op(**last, past=earlier, use_cache=True)
     float64_bounds.output("o", o, torch.cat(truth))
+    gradients = torch.autograd.grad([o, found], leaves, [torch.ones_like(o), torch.ones_like(found)])
+    assert all(dx.isfinite().all() for dx in gradients)
+    missing = torch.arange(70) < 70 - torch.tensor(counts)[:, None]
+    assert all(not dx[missing].any() for dx in gradients[-3:])
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -299,6 +305,8 @@ def past(N=1, S=3, H=1, HQ=2, K=8, V=16) -> PathKeys:
             ValueError,
             "past.counts must be int32 or int64, got float32",
         ),
+        ({"past": past()._replace(counts=torch.tensor([4]))}, ValueError, r"past.counts must be .* S = 3, got \[4\]"),
+        ({"past": past()._replace(counts=torch.tensor([-1]))}, ValueError, r"past.counts must be .*, got \[-1\]"),
         (
             {"past": past(), "q": torch.zeros(1, 6, 2, 8)},
             ValueError,

@@ -124,13 +124,19 @@ class _Sequences:
         if t.past_k is None or t.past_v is None or t.past_counts is None or t.past_k.shape[1] == 0:
             return None
         (N, S, H, _), HQ = t.past_k.shape, t.q.shape[2]
-        k, v = (x.to(self.dtype).transpose(1, 2).flatten(0, 1) for x in (t.past_k, t.past_v))
+        missing = _missing_keys(S, t.past_counts)
+        rows = [x.masked_fill(missing[..., None, None], 0) for x in (t.past_k, t.past_v)]
+        k, v = (x.to(self.dtype).transpose(1, 2).flatten(0, 1) for x in rows)
         end = k.new_zeros(N, S, HQ)
         if t.past_g is not None:
             end[:, :-1] = t.past_g[:, 1:].to(self.dtype).flip(1).cumsum(1).flip(1)
-        missing = torch.arange(S, device=k.device) < S - t.past_counts[:, None]
         end.masked_fill_(missing[..., None], -torch.inf)
         return PathPast(k, v, end.transpose(1, 2).reshape(N * H, HQ // H, S))
+
+
+def _missing_keys(S: int, counts: Tensor) -> Tensor:
+    """[N, S], True where a sequence has no key: before its last counts[n] of S."""
+    return torch.arange(S, device=counts.device) < S - counts[:, None]
 
 
 def _sequences(tensors: PathTensors, options: PathOptions) -> Iterator[_Sequences]:
@@ -198,8 +204,11 @@ def _backward(*arguments: Any) -> list[Tensor]:
 
 
 def _unload_past(d: PathPast, t: PathTensors, dk: Tensor, dv: Tensor, dg: Tensor) -> None:
+    if t.past_counts is None:
+        return
+    missing = _missing_keys(dk.shape[1], t.past_counts)[..., None, None]
     for x, gradient in ((d.k, dk), (d.v, dv)):
-        gradient.copy_(x.unflatten(0, (gradient.shape[0], -1)).transpose(1, 2))
+        gradient.copy_(x.unflatten(0, (gradient.shape[0], -1)).transpose(1, 2).masked_fill(missing, 0))
     if t.past_g is not None:
         dg[:, 1:] = d.end.reshape(dg.shape[0], dg.shape[2], -1).transpose(1, 2)[:, :-1].cumsum(1)
 

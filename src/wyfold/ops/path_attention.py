@@ -26,7 +26,8 @@ class PathKeys(NamedTuple):
         keys: [N, S, H, K] keys as `use_cache` returns them: after the last token of the earlier calls.
         values: [N, S, H, V] values of the same tokens.
         gates: [N, S, HQ] log decays of the same tokens; None without a gate.
-        counts: [N] int32 or int64. Sequence n has the last counts[n] of the S keys.
+        counts: [N] int32 or int64, from 0 to S. Sequence n has the last counts[n] of the S keys. Rows before these
+            are never read. The range is checked where counts may be read: on the CPU, and inside `wyfold.checked()`.
     """
 
     keys: Tensor
@@ -140,6 +141,8 @@ def _make_plan(t: PathTensors, values: tuple[Any, ...]) -> PathOptions:
 
 
 def _run(options: PathOptions, t: PathTensors, _: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
+    if t.past_k is not None and t.past_counts is not None:
+        _check_counts(t.past_counts, t.past_k.shape[1])
     o, keys, _lse = apply(OPERATOR, Path, *in_autocast_dtype(*t[:3]), *t[3:], options)
     return o, keys if options.use_cache else None
 
@@ -200,3 +203,8 @@ def _check_past(op: str, t: PathTensors, sizes: dict[str, int]) -> None:
     counts = {"past.counts": tensors.pop("past.counts")}
     check.floating(op, (torch.int32, torch.int64), **counts)
     check.floating(op, check.FLOATS, **tensors)
+
+
+def _check_counts(counts: Tensor, S: int) -> None:
+    if check.readable(counts) and bool(((counts < 0) | (counts > S)).any()):
+        raise ValueError(f"{OPERATOR}: past.counts must be from 0 to S = {S}, got {counts.tolist()}")
