@@ -211,3 +211,13 @@ def test_wrong_decays_of_values():
         wyfold.fused_recurrent_gla(**a, gv=torch.zeros(1, 20, 2, 8, dtype=torch.int64))
     with wyfold.checked(), pytest.raises(ValueError, match=r"^chunk_gla: g must be <= 0"):
         wyfold.chunk_gla(**a | {"g": torch.ones(1, 20, 2, 8)})
+
+
+def test_each_gate_is_checked_by_itself():
+    a = {name: torch.zeros(1, 20, 2, 8) for name in "qkvg"}
+    with wyfold.checked(), pytest.raises(ValueError, match=r"^fused_recurrent_gla: gv must be <= 0"):
+        wyfold.fused_recurrent_gla(**a | {"g": torch.full((1, 20, 2, 8), -5.0)}, gv=torch.ones(1, 20, 2, 8))
+    unused = torch.zeros(1, 20, 2, 8)
+    unused[:, 12:] = 1
+    with wyfold.checked():
+        wyfold.fused_recurrent_gla(**a, gv=unused, cu_seqlens=torch.tensor([0, 5, 12]))

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.ops.delta_call import DELTA, delta_arguments, run_across_ranks
-from wyfold.ops.delta_checks import DeltaFlags
+from wyfold.ops.delta_checks import DeltaFlags, check_boundaries
 from wyfold.ops.delta_widths import WIDEST_VALUE
 from wyfold.runtime import check
-from wyfold.runtime.layout import SequenceLayout
+from wyfold.runtime.layout import SequenceLayout, boundaries_of
 from wyfold.runtime.replay_cache import planned
 
 Result = tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]
@@ -172,7 +172,7 @@ def fused_recurrent_gla(
         (torch.Size([2, 1, 2, 64]), torch.Size([2, 2, 64, 64]))
     """
     op = "fused_recurrent_gla"
-    columns = _columns(op, q, k, v, g, gv, initial_state, state_v_first)
+    columns = _columns(op, q, k, v, g, gv, initial_state, state_v_first, cu_seqlens)
     flags = DeltaFlags(
         op=op,
         channel=columns.channel,
@@ -229,6 +229,7 @@ def _columns(
     gv: Tensor | None,
     states: Tensor | None,
     v_first: bool,
+    cu_seqlens: Tensor | SequenceLayout | None = None,
 ) -> _Columns:
     """Divide value heads that have a decay per channel into one for each channel; check what that needs.
 
@@ -249,6 +250,11 @@ def _columns(
     check.floating(op, v=v, g=g, gv=gv)
     check.same_attribute(op, "device", q=q, g=g, gv=gv)
     check.flag(op, state_v_first=v_first)
+    cu, tokens = boundaries_of(cu_seqlens)
+    check_boundaries(op, q, cu, tokens)
+    for name, gate in (("g", g), ("gv", gv)):  # the call itself sees their sum alone
+        if gate is not None:
+            check.log_gates(op, gate, cu, name=name)
     if states is not None:
         order = "N HV V K" if v_first else "N HV K V"
         check.shapes(op, known=sizes, initial_state=(states, order))
