@@ -72,7 +72,7 @@ def chunk_comba(
         UnsupportedError: The backend cannot serve the call; `.reasons` explains why for each backend.
 
     Source:
-        Comba, arXiv:2506.02475, section 3.
+        Comba, arXiv:2506.02475; Eq. (5) has the output correction.
 
     Examples:
         >>> import torch, wyfold
@@ -158,7 +158,7 @@ def fused_recurrent_comba(
         UnsupportedError: The backend cannot serve the call; `.reasons` explains why for each backend.
 
     Source:
-        Comba, arXiv:2506.02475, section 3.
+        Comba, arXiv:2506.02475; Eq. (5) has the output correction.
 
     Examples:
         >>> import torch, wyfold

@@ -76,8 +76,8 @@ def chunk_dplr_delta_rule(
         UnsupportedError: The backend cannot serve the call; `.reasons` explains why for each backend.
 
     Source:
-        Diagonal-plus-low-rank transitions: RWKV-7, arXiv:2503.14456, section 4; the WY form of a chunk: DeltaNet,
-        arXiv:2406.06484, section 3.
+        Diagonal-plus-low-rank transitions: RWKV-7, arXiv:2503.14456; the WY form of a chunk: DeltaNet,
+        arXiv:2406.06484, Eqs. (8) and (9).
 
     Examples:
         >>> import torch, wyfold
@@ -164,8 +164,8 @@ def fused_recurrent_dplr_delta_rule(
         UnsupportedError: The backend cannot serve the call; `.reasons` explains why for each backend.
 
     Source:
-        Diagonal-plus-low-rank transitions: RWKV-7, arXiv:2503.14456, section 4; the WY form of a chunk: DeltaNet,
-        arXiv:2406.06484, section 3.
+        Diagonal-plus-low-rank transitions: RWKV-7, arXiv:2503.14456; the WY form of a chunk: DeltaNet,
+        arXiv:2406.06484, Eqs. (8) and (9).
 
     Examples:
         >>> import torch, wyfold
@@ -247,8 +247,8 @@ def chunk_iplr_delta_rule(
         UnsupportedError: The backend cannot serve the call; `.reasons` explains why for each backend.
 
     Source:
-        Identity-plus-low-rank transitions: DeltaNet, arXiv:2406.06484, section 3; with negative eigenvalues,
-        arXiv:2411.12537, section 4.
+        Identity-plus-low-rank transitions: DeltaNet, arXiv:2406.06484, section 2.2; with negative eigenvalues,
+        arXiv:2411.12537.
 
     Examples:
         >>> import torch, wyfold
@@ -326,8 +326,8 @@ def fused_recurrent_iplr_delta_rule(
         UnsupportedError: The backend cannot serve the call; `.reasons` explains why for each backend.
 
     Source:
-        Identity-plus-low-rank transitions: DeltaNet, arXiv:2406.06484, section 3; with negative eigenvalues,
-        arXiv:2411.12537, section 4.
+        Identity-plus-low-rank transitions: DeltaNet, arXiv:2406.06484, section 2.2; with negative eigenvalues,
+        arXiv:2411.12537.
 
     Examples:
         >>> import torch, wyfold

@@ -74,7 +74,7 @@ def chunk_rwkv7(
         UnsupportedError: The backend cannot serve the call; `.reasons` explains why for each backend.
 
     Source:
-        RWKV-7, arXiv:2503.14456, section 4: the weighted key-value state.
+        RWKV-7, arXiv:2503.14456: the weighted key-value state.
 
     Examples:
         >>> import torch, wyfold
@@ -163,7 +163,7 @@ def fused_recurrent_rwkv7(
         UnsupportedError: The backend cannot serve the call; `.reasons` explains why for each backend.
 
     Source:
-        RWKV-7, arXiv:2503.14456, section 4: the weighted key-value state.
+        RWKV-7, arXiv:2503.14456: the weighted key-value state.
 
     Examples:
         >>> import torch, wyfold
@@ -249,7 +249,7 @@ def fused_mul_recurrent_rwkv7(
         UnsupportedError: The backend cannot serve the call; `.reasons` explains why for each backend.
 
     Source:
-        RWKV-7, arXiv:2503.14456, section 4: the weighted key-value state.
+        RWKV-7, arXiv:2503.14456: the weighted key-value state.
 
     Examples:
         >>> import torch, wyfold

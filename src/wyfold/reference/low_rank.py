@@ -39,7 +39,7 @@ def dplr_delta_rule(
     """DPLR: a reads the state before the token's decay. Shapes and options as in `chunk_dplr_delta_rule`.
 
     Source:
-        RWKV-7, arXiv:2503.14456, section 4.
+        RWKV-7, arXiv:2503.14456.
     """
     tokens, dtype = v.shape[1], v.dtype
     q, k, v, a, b, gk = _tokens(cu_seqlens, q, k, v, a, b, gk)
@@ -114,7 +114,7 @@ def comba(
     """Comba: the state is read along p and written along k. Options as in `chunk_comba`.
 
     Source:
-        Comba, arXiv:2506.02475, section 3.
+        Comba, arXiv:2506.02475.
     """
     tokens, dtype = v.shape[1], v.dtype
     q, k, v, p, g, beta = _tokens(cu_seqlens, q, k, v, k if p is None else p, g, beta)

@@ -11,5 +11,5 @@ With Phi the ordered product of the tokens' transitions D + b a^T, row r of Q is
 q_r^T Phi(r, s) k_s, and row s of K is Phi(n, s) k_s. Nothing large is subtracted: where every transition has norm 1
 or less, the factors are bounded by the lengths of q, k and b. Row r of A, F and P does not depend on rows after r.
 
-Source: the WY representation of DeltaNet, arXiv:2406.06484, for two columns; RWKV-7, arXiv:2503.14456, section 4.
+Source: the WY representation of DeltaNet, arXiv:2406.06484, for two columns; RWKV-7, arXiv:2503.14456.
 """
