@@ -36,8 +36,8 @@ class DeltaNet(Mixer):
         mode: "chunk" or "fused_recurrent", the form used in inference; short inputs and training choose by themselves.
         d_model: The same as hidden_size, and takes precedence.
         hidden_size: Width of input and output.
-        expand_k, expand_v: Widths of all keys and of all values, in units of hidden_size. Those of one head, K and V,
-            must be multiples of 8 from 8 to 256.
+        expand_k, expand_v: Widths of all keys and of all values, in units of hidden_size. Those of one head
+            are K from 1 to 256 and V from 1 to 512.
         num_heads: H.
         use_beta: Learn how strongly each token is written; otherwise 1.
         use_gate: Gate the output.
