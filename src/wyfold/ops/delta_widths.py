@@ -61,14 +61,14 @@ def fitted(t: DeltaTensors, widths: Widths, rule: str, *, v_first: bool) -> Delt
         v_first: States are [V, K].
     """
     channel, keys = t.g is not None and t.g.ndim == 4, widths.key - widths.K
-    g = pad(t.g, (0, keys)) if t.g is not None and channel else t.g
+    g = _padded(t.g, keys) if t.g is not None and channel else t.g
     dt_bias = t.dt_bias
     if dt_bias is not None and channel:
-        dt_bias = pad(dt_bias.view(-1, widths.K), (0, keys))
-    a, b = (None if x is None else pad(x, (0, keys)) for x in (t.a, t.b))
+        dt_bias = _padded(dt_bias.view(-1, widths.K), keys)
+    a, b = (None if x is None else _padded(x, keys) for x in (t.a, t.b))
     return t._replace(
-        q=pad(t.q, (0, keys)),
-        k=pad(t.k, (0, keys)),
+        q=_padded(t.q, keys),
+        k=_padded(t.k, keys),
         v=_narrow_values(t.v, widths),
         g=_repeated(g, widths, 2),
         beta=_repeated(t.beta, widths, 2),
@@ -94,6 +94,11 @@ def _rounded(width: int) -> int:
     return -(-width // MULTIPLE) * MULTIPLE
 
 
+def _padded(x: Tensor, zeros: int) -> Tensor:
+    """Rows with zeros appended; x itself, not a copy, if there are none."""
+    return pad(x, (0, zeros)) if zeros else x
+
+
 def _repeated(x: Tensor | None, widths: Widths, dim: int) -> Tensor | None:
     """A tensor with an entry for each of the kernels' value heads."""
     return x if x is None or widths.parts == 1 else x.repeat_interleave(widths.parts, dim)
@@ -101,7 +106,7 @@ def _repeated(x: Tensor | None, widths: Widths, dim: int) -> Tensor | None:
 
 def _narrow_values(x: Tensor, widths: Widths) -> Tensor:
     """[B, T, HV, V] -> rows for each of the kernels' value heads."""
-    x = pad(x, (0, widths.parts * widths.value - widths.V))
+    x = _padded(x, widths.parts * widths.value - widths.V)
     return x.unflatten(-1, (widths.parts, widths.value)).flatten(2, 3)
 
 
