@@ -30,8 +30,9 @@ from wyfold.autograd.delta_records import (
     DeltaResult,
     DeltaTensors,
     empty_result,
+    most_borders,
 )
-from wyfold.autograd.kernel_call import KernelCall, most_borders
+from wyfold.autograd.kernel_call import KernelCall
 from wyfold.autograd.row_alignment import contiguous_for_tma
 from wyfold.kernels import table
 from wyfold.kernels.records import GradientOutputs, Prepared, Slots, TokenBorders

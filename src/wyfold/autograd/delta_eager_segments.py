@@ -26,10 +26,11 @@ from wyfold.autograd.delta_records import (
     DeltaResult,
     DeltaTensors,
     empty_result,
+    most_borders,
     transpose_if_v_first,
 )
 from wyfold.kernels import table
-from wyfold.runtime.chunk_layout import ChunkGrid, Segments, max_borders
+from wyfold.runtime.chunk_layout import ChunkGrid, Segments
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.index.eager import wide
@@ -61,7 +62,7 @@ def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
     """Allocate the saved tensors: entering states, maps, and what `delta_eager` saves for all segments."""
     entering, maps = _empty_border_tensors(t, options)
     N = t.packed_sequences
-    segments = (t.v.shape[0] if N is None else N) + _borders(t, options)
+    segments = (t.v.shape[0] if N is None else N) + most_borders(t, options)
     # Boundaries of the segments, as many as there can be.
     cu = t.q.new_empty(segments + 1, dtype=torch.int64)
     packed = t._replace(q=_one_buffer(t.q), v=_one_buffer(t.v), cu_seqlens=cu)
@@ -195,15 +196,10 @@ def _inside(t: DeltaTensors, options: DeltaOptions) -> DeltaOptions:
     return options._replace(segment_chunks=0, segments=1, state_v_first=False, state_dtype=wide(t.q.dtype))
 
 
-def _borders(t: DeltaTensors, options: DeltaOptions) -> int:
-    (B, T), packed = t.v.shape[:2], t.cu_seqlens is not None
-    return max_borders(B, T, options.chunk_size, packed, options.cut)
-
-
 def _empty_border_tensors(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
     """Allocate, as zeros, the states that enter segments and the maps before borders; empty without a backward."""
     HV, K, V = t.v.shape[2], t.q.shape[3], t.v.shape[3]
-    borders, N = _borders(t, options), t.packed_sequences
+    borders, N = most_borders(t, options), t.packed_sequences
     segments = (t.v.shape[0] if N is None else N) + borders
     rows = (segments, borders) if options.save else (0, 0)
     return [

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from wyfold.runtime.chunk_layout import max_borders
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.index.eager import wide
 
@@ -65,6 +66,12 @@ class DeltaResult(NamedTuple):
     o: Tensor
     final_state: Tensor
     states: Tensor
+
+
+def most_borders(t: DeltaTensors, options: DeltaOptions) -> int:
+    """Upper bound on the borders between segments; 0 if no sequence can be long enough, or none is to be cut."""
+    (B, T), packed = t.v.shape[:2], t.cu_seqlens is not None
+    return max_borders(B, T, options.chunk_size, packed, options.cut)
 
 
 def gradient_needs(options: DeltaOptions, needs_input_grad: Sequence[bool]) -> list[bool]:

@@ -12,13 +12,14 @@ from torch import Tensor
 from wyfold.autograd.delta_records import (
     DeltaResult,
     DeltaTensors,
+    most_borders,
     transpose_if_v_first,
 )
 from wyfold.autograd.row_alignment import aligned, contiguous_for_tma
 from wyfold.kernels import table
 from wyfold.kernels.records import Prepared
 from wyfold.runtime import check
-from wyfold.runtime.chunk_layout import ChunkGrid, Segments, max_borders
+from wyfold.runtime.chunk_layout import ChunkGrid, Segments
 from wyfold.runtime.kernel_configs import LaunchKey
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.options import DeltaOptions
@@ -148,9 +149,3 @@ def _aligned(t: DeltaTensors) -> DeltaTensors:
     """The tensors with q, k and g in rows that kernels read as vectors; t itself if they are."""
     q, k, g = aligned(t.q), aligned(t.k), aligned(t.g)
     return t if q is t.q and k is t.k and g is t.g else t._replace(q=q, k=k, g=g)
-
-
-def most_borders(t: DeltaTensors, options: DeltaOptions) -> int:
-    """Upper bound on the borders between segments; 0 if no sequence can be long enough, or none is to be cut."""
-    (B, T), packed = t.v.shape[:2], t.cu_seqlens is not None
-    return max_borders(B, T, options.chunk_size, packed, options.cut)

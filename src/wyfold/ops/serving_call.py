@@ -83,7 +83,7 @@ def run(options: DeltaOptions, t: ServingTensors, flags: ServingFlags) -> Tensor
     refuse_transforms(flags.op, *t[:5], pool, out)
     written = out
     if flags.swapped:
-        q, k, v, g, beta, written = map(_swap_batch_time, (q, k, v, g, beta, out))
+        q, k, v, g, beta, written = map(swap_batch_time, (q, k, v, g, beta, out))
     q, k, v = in_autocast_dtype(q, k, v)
     o: Tensor = v.new_empty(v.shape) if written is None else written
     if source is not None and not flags.each:
@@ -106,7 +106,7 @@ def make_plan(t: ServingTensors, flags: ServingFlags) -> DeltaOptions:
     refuse_transforms(op, *t[:5], t.pool, t.out)
     if flags.swapped:
         names = ("q", "k", "v", "g", "beta", "out")
-        t = t._replace(**{name: _swap_batch_time(getattr(t, name)) for name in names})
+        t = t._replace(**{name: swap_batch_time(getattr(t, name)) for name in names})
     sizes = check_tensors(
         op, dict(zip(ServingTensors._fields[:7], t[:7], strict=True)), channel=flags.channel, pooled=True
     )
@@ -361,6 +361,6 @@ def _check_rows(
     check.same_attribute(op, "device", q=q, **{name: x})
 
 
-def _swap_batch_time(x: Any) -> Any:
+def swap_batch_time(x: Any) -> Any:
     """Swap the first two dimensions of a tensor; return anything else as it is, for a later check to refuse."""
     return x.transpose(0, 1) if isinstance(x, Tensor) and x.ndim > 1 else x

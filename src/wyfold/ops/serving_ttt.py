@@ -10,7 +10,7 @@ from torch import Tensor
 from wyfold.autograd.serving_ttt import serve_ttt_op
 from wyfold.kernels import table
 from wyfold.kernels.trial import Trial, sample
-from wyfold.ops.serving_call import slot_samples
+from wyfold.ops.serving_call import slot_samples, swap_batch_time
 from wyfold.ops.ttt_call import check_form, check_tokens, column, split_numbers
 from wyfold.ops.ttt_linear import TTTState
 from wyfold.runtime import check
@@ -189,7 +189,7 @@ def _rows(tensors: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[list[Any],
     if swapped and q.shape[0] != 1:
         raise ValueError(f"{_OP}: q must be [N, 1, H, K] or [1, N, H, K], got {list(q.shape)}")
     tokens = [q, k, v, eta, col, out]
-    return [_swap_batch_time(x) for x in tokens] if swapped else tokens, swapped
+    return [swap_batch_time(x) for x in tokens] if swapped else tokens, swapped
 
 
 def _check_pool(op: str, v: Tensor, pool: TTTState) -> None:
@@ -221,8 +221,3 @@ def _check_slots(op: str, v: Tensor, pool: TTTState, slot: Tensor | None, pad: i
         live = slot[(slot > pad) & (slot < pool.state.shape[0])]
         if live.unique().numel() != live.numel():
             raise ValueError(f"{op}: state_indices must hold distinct slots, got {slot.tolist()}")
-
-
-def _swap_batch_time(x: Any) -> Any:
-    """Swap the first two dimensions of a tensor; return anything else as it is, for a later check to refuse."""
-    return x.transpose(0, 1) if isinstance(x, Tensor) and x.ndim > 1 else x
