@@ -68,7 +68,7 @@ def test_padding_inside_has_the_bits_of_padding_by_hand(rule: str, K: int, V: in
     a["initial_state"] = a["initial_state"].mT.contiguous() if v_first else a["initial_state"]
     a = {name: x.to(device) for name, x in a.items()}
     options = {"output_final_state": True, "state_v_first": v_first, "scale": 0.3, "backend": backend}
-    options |= {"return_intermediate_states": True, "checkpoint_every": 32}
+    options |= {"return_intermediate_states": True, "checkpoint_every": 32, "chunk_size": 32}
     op = operator("chunk", rule)
     found = op(**a, **options)
     expected = op(**padded(a, K, V, v_first), **options)

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from wyfold import reference
 from wyfold.autograd import ttt as pipeline
-from wyfold.autograd import workspace
+from wyfold.autograd import ttt_records, workspace
 from wyfold.ops.explain import explain
 from wyfold.ops.ttt_linear import TTTState, chunk_ttt_linear, fused_chunk_ttt_linear, fused_recurrent_ttt_linear
 from wyfold.reference import error, inputs, targets
@@ -471,7 +471,7 @@ def test_without_gradients_same_bits_and_nothing_saved(
 
     def spied(*given: Any, run: Callable = pipeline._forward_op) -> tuple[Tensor, ...]:
         found = run(*given)
-        kept.append(sum(x.numel() for x in found[pipeline.RESULTS]))
+        kept.append(sum(x.numel() for x in found[ttt_records.RESULTS]))
         return found
 
     monkeypatch.setattr(pipeline, "_forward_op", spied)
@@ -943,7 +943,7 @@ def registered_call(form: str) -> tuple[Any, ...]:
         keep_states=form == "chunk packed",
         backend="eager",
     )
-    tokens = (arguments.get(name) for name in pipeline.TTTTensors._fields[:7])
+    tokens = (arguments.get(name) for name in ttt_records.TTTTensors._fields[:7])
     return (*tokens, *state, cu, *options)
 
 
@@ -952,11 +952,11 @@ def test_opcheck(form: str):
     given = registered_call(form)
     torch.library.opcheck(torch.ops.wyfold.ttt_fwd.default, given)
     found = torch.ops.wyfold.ttt_fwd(*given)
-    result, saved = found[: pipeline.RESULTS], found[pipeline.RESULTS]
+    result, saved = found[: ttt_records.RESULTS], found[ttt_records.RESULTS]
     into = [inputs.incoming(x, seed) for seed, x in enumerate(result[:-1])]
     if not form.startswith("recurrent"):
         into[3:] = [None, None]
-    tensors, scalars = given[: pipeline.TENSORS], given[pipeline.TENSORS :]
+    tensors, scalars = given[: ttt_records.TENSORS], given[ttt_records.TENSORS :]
     torch.library.opcheck(torch.ops.wyfold.ttt_bwd.default, (*tensors, saved, *into, *scalars))
 
 

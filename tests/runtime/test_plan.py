@@ -24,12 +24,13 @@ def test_its_text_names_everything_that_says_something():
     ]
     full = Plan(
         "op", "triton", ("a (m.triton)",), (), {}, None, 0, (), ("all-gather",), (Launch("a", "fp32 K8", "default"),),
-        ("kernel_a",), 4, "not run",
+        ("kernel_a",), 4, "K 5 as 8", "not run",
     )  # fmt: skip
     assert str(full).splitlines() == [
         "operator     op",
         "backend      triton (GPU kernels)",
         "forward      a",
+        "widths       K 5 as 8",
         "parts        0: no tokens",
         "segments     up to 4 of a sequence, in parallel",
         "sent         all-gather",
