@@ -140,3 +140,10 @@ def test_flas_parameters_load():
 def test_errors_name_the_argument(arguments, message):
     with pytest.raises((ValueError, TypeError), match=f"^PaTHAttention: {message}$"):
         PaTHAttention(**{"hidden_size": 32, "num_heads": 4} | arguments)
+
+
+def test_normed_queries_and_keys_under_autocast():
+    layer, x = PaTHAttention(32, 2, use_qk_norm=True), torch.randn(1, 5, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)  # a warning would be an error
+    assert y.dtype == torch.bfloat16 and y.isfinite().all()

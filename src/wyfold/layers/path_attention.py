@@ -159,7 +159,7 @@ class PaTHAttention(nn.Module):
         w = self.w_proj(x)
         if self.w_conv1d is not None:
             w = self.w_conv1d(w, layout=layout, cache=cache)
-        q, k = self.maybe_q_norm(self.q_proj(x)), self.maybe_k_norm(self.k_proj(x))
+        q, k = _normed(self.maybe_q_norm, self.q_proj(x)), _normed(self.maybe_k_norm, self.k_proj(x))
         q, k, v, w = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, self.v_proj(x), w))
         wide = torch.promote_types(x.dtype, torch.float32)
         w = l2norm(w, output_dtype=wide, backend=self.backend)
@@ -217,6 +217,12 @@ class PaTHAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+
+
+def _normed(norm: nn.Module, rows: Tensor) -> Tensor:
+    """Rows through a norm, in the dtype of its weight: under autocast PyTorch warns of two dtypes."""
+    weight = getattr(norm, "weight", None)
+    return cast(Tensor, norm(rows if weight is None else rows.to(weight.dtype)))
 
 
 class _TokenRows(NamedTuple):
