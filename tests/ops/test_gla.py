@@ -221,3 +221,22 @@ def test_each_gate_is_checked_by_itself():
     unused[:, 12:] = 1
     with wyfold.checked():
         wyfold.fused_recurrent_gla(**a, gv=unused, cu_seqlens=torch.tensor([0, 5, 12]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"v": (1, 20, 3, 8), "gv": (1, 20, 3, 8)},
+            "v must have a multiple of the 2 heads of q and k, got 3 value heads",
+        ),
+        (
+            {"initial_state": (2, 2, 8, 8)},
+            r"initial_state must be \[N, HV, K, V\] = \[1, 2, 8, 8\], got \[2, 2, 8, 8\]",
+        ),
+    ],
+)
+def test_heads_and_states_are_checked_before_values_are_divided(change: dict, message: str):
+    sizes = {"q": (1, 20, 2, 8), "k": (1, 20, 2, 8), "v": (1, 20, 2, 8), "gv": (1, 20, 2, 8)} | change
+    with pytest.raises(ValueError, match=f"^fused_recurrent_gla: {message}"):
+        wyfold.fused_recurrent_gla(**{name: torch.zeros(size) for name, size in sizes.items()})

@@ -246,18 +246,19 @@ def _columns(
         g=(g, "B T HV" if isinstance(g, Tensor) and g.ndim == 3 else "B T HV K"),
         gv=(gv, "B T HV V"),
     )
+    check.head_groups(op, sizes["H"], sizes["HV"])  # HV V may be a multiple of H where HV is not
     check.any_width(op, "V", "v", sizes["V"], most=WIDEST_VALUE)
     check.floating(op, v=v, g=g, gv=gv)
     check.same_attribute(op, "device", q=q, g=g, gv=gv)
     check.flag(op, state_v_first=v_first)
     cu, tokens = boundaries_of(cu_seqlens)
-    check_boundaries(op, q, cu, tokens)
+    N = check_boundaries(op, q, cu, tokens)
     for name, gate in (("g", g), ("gv", gv)):  # the call itself sees their sum alone
         if gate is not None:
             check.log_gates(op, gate, cu, name=name)
     if states is not None:
         order = "N HV V K" if v_first else "N HV K V"
-        check.shapes(op, known=sizes, initial_state=(states, order))
+        check.shapes(op, known={**sizes, "N": N}, initial_state=(states, order))
     parts = sizes["V"]
     return _Columns(
         _split(v, parts),
