@@ -183,6 +183,17 @@ def test_gate_and_ttt_references_are_wyfolds():
 # --- autograd functions ----------------------------------------------------------------------------------------------
 
 
+def test_a_state_without_rows_is_that_of_every_row_of_ttt():
+    """fla's own tests pass the state of a single sequence so."""
+    q, k, v = (torch.randn(B, T, H, K) for _ in range(3))
+    w, b, state, bias = torch.ones(H, K), torch.zeros(H, K), torch.randn(H, K, K), torch.randn(H, 1, K)
+    call = lambda state, bias: naive.chunk_ttt_linear_ref(
+        q, k, v, w, b, 0.1, initial_state=state, initial_state_bias=bias, output_final_state=True
+    )
+    rows = (x.expand(B, *x.shape) for x in (state, bias))
+    assert all(map(torch.equal, call(state, bias), call(*rows)))
+
+
 def test_autograd_functions_are_the_operators():
     x = tensors()
     names = ("q", "k", "v", "g", "beta")

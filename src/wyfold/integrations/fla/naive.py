@@ -109,8 +109,11 @@ def chunk_ttt_linear_ref(
     initial_state_bias: Tensor | None = None,
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """TTT-Linear by `wyfold.chunk_ttt_linear`'s eager backend, in float32."""
+    """TTT-Linear by the eager `wyfold.chunk_ttt_linear`, in float32. A state without rows is that of every row."""
     q, k, v, w, b = (x.float() for x in (q, k, v, w, b))
+    initial_state, initial_state_bias = (
+        x.expand(len(q), *x.shape) if x is not None and x.ndim == 3 else x for x in (initial_state, initial_state_bias)
+    )
     eta = eta.float() if isinstance(eta, Tensor) else eta
     return ttt_linear.chunk_ttt_linear(
         q,
