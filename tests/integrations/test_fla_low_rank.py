@@ -90,6 +90,8 @@ def test_what_is_not_offered_is_refused():
         fla.fused_recurrent_dplr_delta_rule(**dplr, reverse=True)
     with pytest.raises(UnsupportedError, match=r"^fused_mul_recurrent_rwkv7: reverse=True is not offered"):
         fla.fused_mul_recurrent_rwkv7(**mul, reverse=True)
+    with pytest.raises(TypeError, match=r"^fused_recurrent_gla: reverse must be True or False, got 'no'"):
+        fla.fused_recurrent_gla(dplr["q"], dplr["k"], dplr["v"], reverse="no")
     with pytest.raises(UnsupportedError, match=r"^chunk_gdn2: return_intermediate_states is not offered"):
         fla.chunk_gdn2(**gdn2, return_intermediate_states=True)
     with pytest.raises(TypeError, match="cp_context must come from"):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from wyfold.integrations.fla.low_rank import refuse_reverse
 from wyfold.integrations.fla.mixer import Mixer, whole
 from wyfold.integrations.fla.modules import FusedRMSNormGated, RMSNorm
 from wyfold.integrations.fla.recurrences import Result, v_first
@@ -64,11 +65,7 @@ def fused_recurrent_gla(
     transpose_state_layout: bool | None = None,
 ) -> Result:
     """`wyfold.fused_recurrent_gla`; `reverse` raises UnsupportedError."""
-    if reverse:
-        raise UnsupportedError(
-            "fused_recurrent_gla: reverse=True is not offered",
-            {"wyfold": "flip the tokens of a dense batch, x.flip(1), before the call and the output after it"},
-        )
+    refuse_reverse("fused_recurrent_gla", reverse)
     o, state = gla.fused_recurrent_gla(
         q,
         k,
