@@ -6,6 +6,7 @@ not. `decode_packed` had a `lower_bound` but, unlike `decode`, no `safe_gate`.
 
 import inspect
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.compile import aot
 import wyfold
 from wyfold import serving
 from wyfold.models import Decoder, DecoderConfig
+from wyfold.models.decoder_call import check_ids
 from wyfold.ops import serving_call
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
@@ -119,18 +121,19 @@ def test_a_captured_step_inside_checked_reads_no_contents(gpu_tensors, monkeypat
     with torch.device("meta"):
         model = Decoder(DecoderConfig(hidden_size=32, num_layers=1, pattern="gdn", num_heads=2, head_dim=16))
     ids, q = gpu_tensors(2, 1), gpu_tensors(2, 1, 2, 16)
-    slots = SimpleNamespace(
+    given: Any = SimpleNamespace(
+        q=q,
         has_initial_state=None,
         num_accepted_tokens=None,
+        cu_seqlens=None,
         state_indices=None,
         output_state_indices=None,
         pool=gpu_tensors(2, 2, 16, 16),
-        pad_slot_id=-1,
-        each=False,
     )
+    flags: Any = SimpleNamespace(op="op", pad_slot_id=-1, each=False)
     reads = (
-        lambda: model._check(ids, None, None),
-        lambda: serving_call._check_distinct("op", q, slots, None, {"N": 2, "T": 1}),
+        lambda: check_ids(model, ids, None, None),
+        lambda: serving_call._check_distinct(given, flags, {"N": 2, "T": 1}),
     )
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with wyfold.checked():

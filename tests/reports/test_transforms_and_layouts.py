@@ -91,7 +91,9 @@ def test_tensors_without_plain_storage(subject: OperatorSpec, name: str, kind: s
     with torch.no_grad():
         got, expected = run(as_it_is(x)), run(plain(x))
     for y, z in zip(got, expected, strict=True):
-        assert torch.equal(y.a if isinstance(y, TwoTensor) else y, z)
+        # Negated gates may grow a state past the largest number.
+        found = y.a if isinstance(y, TwoTensor) else y
+        torch.testing.assert_close(found, z, rtol=0, atol=0, equal_nan=True)
 
 
 # --- refused in one sentence

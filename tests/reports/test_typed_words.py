@@ -1,7 +1,7 @@
 """Numbers and names that a user can type ended in tracebacks of PyTorch and matplotlib.
 
 Among them were `--temperature 1e-300`, `--top-p 1e-300`, `--seed 18446744073709551616`, a run's folder named `$...$` or
-in bytes that are not text, and `bench --shapes 1,64,2,2,7,8`. Control bytes that a model generates reached the
+in bytes that are not text, and `bench --shapes 1,64,2,2,257,8`. Control bytes that a model generates reached the
 terminal.
 """
 
@@ -234,9 +234,15 @@ def test_a_terminal_gets_no_commands_from_a_model_and_a_file_gets_its_bytes(out,
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("gdn --shapes 1,64,2,2,7,8", "--shapes 1,64,2,2,7,8: gdn: chunk_gated_delta_rule: q and k must have width K"),
+        (
+            "gdn --shapes 1,64,2,2,257,8",
+            "--shapes 1,64,2,2,257,8: gdn: chunk_gated_delta_rule: q and k must have width K",
+        ),
+            "gdn --shapes 1,64,2,2,257,8",
+            "--shapes 1,64,2,2,257,8: gdn: chunk_gated_delta_rule: q and k must have width K",
+        ),
         ("gdn --shapes 1,64,2,3,8,8", "--shapes 1,64,2,3,8,8: gdn: chunk_gated_delta_rule: v must have a multiple"),
-        ("kda --shapes 1,64,2,2,8,512", "--shapes 1,64,2,2,8,512: kda: chunk_kda: v must have width V"),
+        ("kda --shapes 1,64,2,2,8,513", "--shapes 1,64,2,2,8,513: kda: chunk_kda: v must have width V"),
         ("solve --shapes 1,64,2,7", "--shapes 1,64,2,2,7,7: solve: chunk_scaled_dot_kkt: k must have width K"),
         (f"l2norm --shapes 1,{10**30},1,8", f"--shapes 1,{10**30},1,1,8,8: l2norm: its tensors must have at most"),
         ("gdn --gates none", "nothing to run: none of gdn has --gates none"),

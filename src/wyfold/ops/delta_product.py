@@ -238,7 +238,8 @@ class _Updates(NamedTuple):
     def read(self, found: Result) -> Result:
         """The results of the updates, with one output for each token."""
         o, *states = found
-        return (o[:, self.n - 1 :: self.n], *states)  # type: ignore[return-value]
+        last = o.unflatten(1, (o.shape[1] // self.n, self.n)).select(2, self.n - 1)
+        return (last, *states)  # type: ignore[return-value]
 
 
 def _as_updates(

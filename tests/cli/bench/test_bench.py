@@ -372,6 +372,7 @@ def test_adapters_pass_arguments_in_the_form_of_their_libraries(monkeypatch):
         "fla.ops.kda": {"chunk_kda": delta, "fused_recurrent_kda": delta},
         "fla.ops.gated_delta_product": {"chunk_gated_delta_product": wyfold.chunk_gated_delta_product},
         "fla.ops.gla": {"chunk_gla": wyfold.chunk_gla},
+        "fla.ops.path_attn": {"parallel_path_attn": wyfold.parallel_path_attn},
         "fla.ops.ttt": {
             "chunk_ttt_linear": wyfold.chunk_ttt_linear,
             "fused_chunk_ttt_linear": wyfold.chunk_ttt_linear,
@@ -410,8 +411,8 @@ def test_adapters_pass_arguments_in_the_form_of_their_libraries(monkeypatch):
         for name in ("fla", "flash-qla", "cudnn", "flashinfer")
         for variant in peers.PEERS[name].adapters.values()
     ]
-    # chunk_scaled_dot_kkt with and without a gate; decoding for the token forms of three rules
-    assert tried == sum(map(len, variants)) + 1 + 3
+    # chunk_scaled_dot_kkt and parallel_path_attn with and without a gate; decoding for the token forms of three rules
+    assert tried == sum(map(len, variants)) + 2 + 3
 
 
 def test_imports_of_pytorchs_first_backward_are_not_timed():
