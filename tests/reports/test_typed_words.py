@@ -127,6 +127,113 @@ def test_a_temperature_near_zero_takes_the_likeliest(model: Path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        ({"seed": 2**64}, "seed must be at most 18446744073709551615"),
+        ({"seed": -1}, "seed must be at least 0"),
+        ({"stop": 10**30}, "stop must be at most 255"),
+        ({"stop": 256}, "stop must be at most 255"),
+        ({"temperature": 10**400}, "temperature must be finite"),
+        ({"top_p": 10**400}, "top_p must be finite"),
+    ],
+)
+def test_the_library_refuses_by_name(given: dict, said: str, model: Path):
+    with pytest.raises(ValueError, match=f"Decoder.generate: {said}"):
+        Decoder.load(model).generate(PROMPT, 2, **given)
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+NAMES = ("$x$", r"$\frac{$", "a\nb\x1b[2J", "%s{}", "😀\u202e", "[bold][/x]", "-")
+TINY = (
+    "--layers gdn --depth 1 --width 16 --heads 1 --head-dim 8 --length 16 --batch 2 --eval-bytes 32 --steps 1".split()
+)
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_a_run_may_have_any_name_that_a_folder_may_have(name: str, tmp_path: Path, capsys):
+    (tmp_path / "text").write_bytes(b"some text to learn " * 40)
+    words = ["train", "--data", str(tmp_path / "text"), *TINY, "--out", str(tmp_path / name)]
+    assert main(words) == 0
+    assert {"curve.png", "metrics.jsonl", "checkpoint"} <= {path.name for path in (tmp_path / name).iterdir()}
+
+
+def test_a_name_that_safetensors_cannot_open_is_refused_before_any_work(tmp_path: Path, capsys):
+    (tmp_path / "text").write_bytes(b"some text to learn " * 40)
+    assert main(["train", "--data", str(tmp_path / "text"), *TINY, "--out", str(tmp_path / "\udcff")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "\udcff").exists()
+
+
+def test_a_report_page_accepts_runs_of_any_name(tmp_path: Path, capsys):
+    need_plotly()
+    (tmp_path / "text").write_bytes(b"some text to learn " * 40)
+    for name, later in (("$x$", "$x$"), ("plain", "\udcff<b>")):
+        assert main(["train", "--data", str(tmp_path / "text"), *TINY, "--out", str(tmp_path / name)]) == 0
+        (tmp_path / name).rename(tmp_path / later)
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "page.html"), "--title", "\ud800 $x$"]) == 0
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert r"\udcff&lt;b&gt;" in page and "$x$" in page
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"--batch {2**31 - 1}",
+        f"--length {2**31 - 1}",
+        f"--depth {10**9}",
+        "--lr-end 1e300",
+        "--peak-tflops 1e300",
+        "--peak-tflops 1e-300",
+    ],
+)
+def test_sizes_of_a_run_that_no_machine_has_are_refused_before_any_work(words: str, tmp_path: Path, capsys):
+    (tmp_path / "text").write_bytes(b"some text to learn " * 40)
+    assert main(["train", "--data", str(tmp_path / "text"), *TINY, *words.split(), "--out", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and words.split()[0] in said
+    assert not (tmp_path / "run").exists()
+
+
+# --- output of a model
+# -------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class RecitingModel:
+    """A model that generates given bytes."""
+
+    def __init__(self, content: bytes):
+        self.content = content
+        self.embedding = torch.nn.Embedding(1, 1)
+
+    def stream(self, ids, max_new_tokens, **options):
+        for byte in self.content[:max_new_tokens]:
+            yield torch.tensor([byte])
+
+
+COMMANDS = "\x1b]0;owned\x07é\t\n\x9b2J\r\u202eabc".encode()
+ESCAPED = "\\x1b]0;owned\\x07é\t\n\\x9b2J\\r\\u202eabc"
+
+
+@pytest.mark.parametrize(("out", "expected"), [(Terminal, ESCAPED), (io.StringIO, COMMANDS.decode())])
+def test_a_terminal_gets_no_commands_from_a_model_and_a_file_gets_its_bytes(out, expected: str):
+    sampling = generate.Sampling(100, 1.0, None, None, 0)
+    generate.stream_text(RecitingModel(COMMANDS), b"", sampling, alone := out())
+    assert alone.getvalue() == f"{expected}\n"
+    generate.generate_batch(
+        RecitingModel(COMMANDS[:4]), [COMMANDS], generate.Sampling(0, 1.0, None, None, 0), among := out()
+    )
+    assert among.getvalue() == f"{expected}\n"
+
+
+# --- bench and verify ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
         (
             "gdn --shapes 1,64,2,2,257,8",
             "--shapes 1,64,2,2,257,8: gdn: chunk_gated_delta_rule: q and k must have width K",

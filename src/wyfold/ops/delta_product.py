@@ -239,7 +239,7 @@ class _Updates(NamedTuple):
         """The results of the updates, with one output for each token."""
         o, *states = found
         last = o.unflatten(1, (o.shape[1] // self.n, self.n)).select(2, self.n - 1)
-        return (last, *states)  # type: ignore[return-value]
+        return (last, *states)
 
 
 def _as_updates(
