@@ -93,7 +93,7 @@ def test_tensors_without_plain_storage(subject: OperatorSpec, name: str, kind: s
     for y, z in zip(got, expected, strict=True):
         # Negated gates may grow a state past the largest number.
         found = y.a if isinstance(y, TwoTensor) else y
-        torch.testing.assert_close(found, z, rtol=0, atol=0, equal_nan=True)
+        assert found.shape == z.shape and bool(((found == z) | (found.isnan() & z.isnan())).all())
 
 
 # --- refused in one sentence

@@ -10,7 +10,7 @@ from torch import Tensor
 from wyfold.kernels.records import Inputs, TileGradients
 from wyfold.runtime.chunk_layout import ChunkTable
 from wyfold.tile.decay.eager import to_gate_shape, token_decay
-from wyfold.tile.index.eager import from_chunks, ranked, unranked
+from wyfold.tile.index.eager import ranked, run_tokens, unranked
 from wyfold.tile.state.eager import columns_dot, paired, rows_dot
 
 Tiles = TypeVar("Tiles", Inputs, TileGradients)
@@ -20,17 +20,8 @@ def recurrent(
     inputs: Inputs, S0: Tensor, table: ChunkTable, scale: float, o: Tensor, leaving: Tensor | None = None
 ) -> Tensor:
     """Run a part's tokens from the entering states. Takes the arguments of `scan` and returns its result."""
-    HV = S0.shape[1]
-    out = torch.empty_like(inputs.v)
-    S = ranked(S0, table)
-    for chunks, rows in table.column_rows():  # padding in shorter chunks changes no result
-        c = slice(chunks.start * HV, chunks.stop * HV)
-        running = S[: c.stop - c.start]
-        _run(running, _rows(inputs, c), rows, out[c])
-        if leaving is not None:
-            leaving[chunks] = running.unflatten(0, (-1, HV))
-    from_chunks(out.mul_(scale), table, o)
-    return unranked(S, table)
+    advance = lambda S, c, rows, out: _run(S, _rows(inputs, c), rows, out)
+    return run_tokens(advance, inputs.v, S0, table, scale, o, leaving)
 
 
 def recurrent_bwd(

@@ -6,6 +6,8 @@ A tile tensor is [chunks * HV, C, W], contiguous, in float32 (float64 for float6
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -101,3 +103,33 @@ def _on(index: Tensor | None, x: Tensor) -> Tensor:
     if index is None:
         raise ValueError("a table of alike sequences has no index")
     return index.to(x.device)
+
+
+def run_tokens(
+    advance: Callable[[Tensor, slice, int, Tensor], None],
+    v: Tensor,
+    S0: Tensor,
+    table: ChunkTable,
+    scale: float,
+    o: Tensor,
+    leaving: Tensor | None,
+) -> Tensor:
+    """Run a part's tokens, column by column of its chunks, and return the final states.
+
+    Args:
+        advance: Advances states in place over the tokens of a slice of tiles, whose number of rows it gets, and writes
+            their outputs.
+        v: [n, C, V] tiles.
+        S0, table, scale, o, leaving: As of `scan`.
+    """
+    HV = S0.shape[1]
+    out = torch.empty_like(v)
+    S = ranked(S0, table)
+    for chunks, rows in table.column_rows():  # padding in shorter chunks changes no result
+        c = slice(chunks.start * HV, chunks.stop * HV)
+        running = S[: c.stop - c.start]
+        advance(running, c, rows, out[c])
+        if leaving is not None:
+            leaving[chunks] = running.unflatten(0, (-1, HV))
+    from_chunks(out.mul_(scale), table, o)
+    return unranked(S, table)
