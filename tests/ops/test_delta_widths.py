@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 import wyfold
 from wyfold import reference
 from wyfold.autograd.delta_records import DeltaTensors
-from wyfold.ops.delta_widths import fitted, widths_of
+from wyfold.ops.delta_widths import fitted
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 
@@ -105,8 +105,7 @@ def test_a_wide_value_head_has_the_bits_of_its_halves(rule: str, device, backend
 def test_only_what_lacks_its_width_is_copied():
     q, k, v = torch.zeros(1, 5, 1, 64), torch.zeros(1, 5, 1, 64), torch.zeros(1, 5, 1, 512)
     t = DeltaTensors(q, k, v, torch.zeros(1, 5, 1, 64), *[None] * 9)
-    widths = widths_of(t)
-    found = fitted(t, widths, "delta", v_first=False)
+    found, _ = fitted(t, "delta", v_first=False)
     assert found.q is q and found.k is k and found.v.data_ptr() == v.data_ptr()
 
 

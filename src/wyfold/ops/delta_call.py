@@ -12,7 +12,7 @@ from wyfold.context_parallel.context import ContextParallel
 from wyfold.context_parallel.delta import delta_across_ranks
 from wyfold.ops.delta_checks import DeltaFlags, cast_columns, check_copy
 from wyfold.ops.delta_plan import known_short, make_plan
-from wyfold.ops.delta_widths import Widths, fitted, restored, widths_of
+from wyfold.ops.delta_widths import Widths, fitted, restored
 from wyfold.ops.rank_agreement import ranked_call
 from wyfold.runtime.layout import SequenceLayout, boundaries_of
 from wyfold.runtime.options import DeltaOptions
@@ -54,9 +54,7 @@ def delta_arguments(
 def _run(options: DeltaOptions, t: DeltaTensors, flags: DeltaFlags) -> Results:
     if t.cu_seqlens is not None and t.cu_seqlens_cpu is not None:
         check_copy(options.operator, t.q, t.cu_seqlens, t.cu_seqlens_cpu)
-    widths = widths_of(t)
-    if widths is not None:
-        t = fitted(t, widths, options.rule, v_first=options.state_v_first)
+    t, widths = fitted(t, options.rule, v_first=options.state_v_first)
     q, k, v = in_autocast_dtype(*t[:3])
     columns = (t.a, t.b, t.w) if options.rule == "delta" else cast_columns(t, options.rule)
     return _results(options, widths, *apply(options.operator, Delta, q, k, v, *t[3:10], *columns, options))
@@ -74,9 +72,7 @@ def run_across_ranks(t: DeltaTensors, flags: DeltaFlags, context: ContextParalle
         options = plan() if known is None else known.plan_by(plan)
     if ranked.compares:
         ranked.assert_same(_alike_on_ranks(t, options))
-    widths = widths_of(t)
-    if widths is not None:
-        t = fitted(t, widths, flags.rule, v_first=options.state_v_first)
+    t, widths = fitted(t, flags.rule, v_first=options.state_v_first)
     q, k, v = in_autocast_dtype(*t[:3])
     tensors = DeltaTensors(q, k, v, *t[3:10], *cast_columns(t, flags.rule))
     return _results(options, widths, *delta_across_ranks(tensors, options, context))
@@ -84,8 +80,7 @@ def run_across_ranks(t: DeltaTensors, flags: DeltaFlags, context: ContextParalle
 
 def _results(options: DeltaOptions, widths: Widths | None, o: Tensor, final_state: Tensor, states: Tensor) -> Results:
     """The results that were asked for, with the caller's widths."""
-    if widths is not None:
-        o, final_state, states = restored(o, final_state, states, widths, v_first=options.state_v_first)
+    o, final_state, states = restored(o, final_state, states, widths, v_first=options.state_v_first)
     final = final_state if options.final_state else None
     return (o, final, states) if options.checkpoint_every else (o, final)
 

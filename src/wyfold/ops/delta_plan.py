@@ -19,7 +19,7 @@ from wyfold.context_parallel.rank_exchange import exchange_trials
 from wyfold.kernels import table
 from wyfold.kernels.trial import TOKENS, Sample, Trial, boundary_sample, sample, with_sequences
 from wyfold.ops.delta_checks import CheckedDelta, DeltaFlags, cast_columns, check_call
-from wyfold.ops.delta_widths import fitted, widths_of
+from wyfold.ops.delta_widths import fitted
 from wyfold.runtime import check, kernel_configs, segment_rule, triton_support
 from wyfold.runtime.chunk_layout import CHUNK_SIZES, CUT_FROM, Cut, expected_segments, max_borders
 from wyfold.runtime.kernel_configs import LaunchKey
@@ -33,9 +33,8 @@ from wyfold.runtime.torch_ops import constant_to_compilers, in_autocast_dtype, t
 def make_plan(t: DeltaTensors, flags: DeltaFlags, context: ContextParallel | None = None) -> DeltaOptions:
     """Check a call over whole sequences and return its options. context: cp_context."""
     checked = check_call(t, flags, context)
-    widths = widths_of(t)
+    t, widths = fitted(t, flags.rule, v_first=flags.state_v_first)
     if widths is not None:
-        t = fitted(t, widths, flags.rule, v_first=flags.state_v_first)
         checked = checked._replace(sizes=checked.sizes | {"HV": t.v.shape[2], "K": widths.key, "V": widths.value})
     if autocast_dtype(t.q.device.type) is not None:
         q, k, v = in_autocast_dtype(*t[:3])

@@ -44,29 +44,25 @@ class Widths(NamedTuple):
         return ", ".join(keys + values)
 
 
-def widths_of(t: DeltaTensors) -> Widths | None:
-    """Widths of a call that kernels lack; None if they have them. The widths must have been checked."""
-    K, V = t.q.shape[-1], t.v.shape[-1]
-    if K % MULTIPLE == 0 and V % MULTIPLE == 0 and V <= WIDEST:
-        return None
-    parts = -(-V // WIDEST)
-    return Widths(K, V, _rounded(K), _rounded(-(-V // parts)), parts)
-
-
-def fitted(t: DeltaTensors, widths: Widths, rule: str, *, v_first: bool) -> DeltaTensors:
-    """Tensors of the call with the kernels' widths and heads.
+def fitted(t: DeltaTensors, rule: str, *, v_first: bool) -> tuple[DeltaTensors, Widths | None]:
+    """Tensors of a checked call with the kernels' widths and heads, and both widths; None if kernels have the caller's.
 
     Args:
         rule: As of `DeltaFlags`; with "keys", b and w have value heads.
         v_first: States are [V, K].
     """
+    K, V = t.q.shape[-1], t.v.shape[-1]
+    if K % MULTIPLE == 0 and V % MULTIPLE == 0 and V <= WIDEST:
+        return t, None
+    parts = -(-V // WIDEST)
+    widths = Widths(K, V, _rounded(K), _rounded(-(-V // parts)), parts)
     channel, keys = t.g is not None and t.g.ndim == 4, widths.key - widths.K
     g = _padded(t.g, keys) if t.g is not None and channel else t.g
     dt_bias = t.dt_bias
     if dt_bias is not None and channel:
         dt_bias = _padded(dt_bias.view(-1, widths.K), keys)
     a, b = (None if x is None else _padded(x, keys) for x in (t.a, t.b))
-    return t._replace(
+    fit = t._replace(
         q=_padded(t.q, keys),
         k=_padded(t.k, keys),
         v=_narrow_values(t.v, widths),
@@ -79,12 +75,15 @@ def fitted(t: DeltaTensors, widths: Widths, rule: str, *, v_first: bool) -> Delt
         b=_repeated(b, widths, 2) if rule == "keys" else b,
         w=None if t.w is None else _narrow_values(t.w, widths),
     )
+    return fit, widths
 
 
 def restored(
-    o: Tensor, final_state: Tensor, states: Tensor, widths: Widths, *, v_first: bool
+    o: Tensor, final_state: Tensor, states: Tensor, widths: Widths | None, *, v_first: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, final state and intermediate states with the caller's widths and heads; unwanted ones are (0,)."""
+    if widths is None:
+        return o, final_state, states
     whole = o.unflatten(2, (-1, widths.parts)).flatten(3, 4)
     cut = whole[..., : widths.V].contiguous()
     return cut, _wide_states(final_state, widths, v_first), _wide_states(states, widths, v_first)
