@@ -56,8 +56,8 @@ def ttt(dtype: torch.dtype, device: torch.device):
     return wyfold.chunk_ttt_linear(**a, output_final_state=True, backend="triton")
 
 
-def served(name: str, dtype: torch.dtype, device: torch.device, **more: Any):
-    T = {"decode": 1, "verify": 3, "prefill": 20}[name]
+def served(name: str, dtype: torch.dtype, device: torch.device, T: int = 0, **more: Any):
+    T = T or {"decode": 1, "verify": 3, "prefill": 20}[name]
     a = inputs.draw("random", "gated_delta_rule", Shape(2, T, 1, 2, 16, 8), dtype=dtype)
     pool = torch.zeros(9, 2, 8, 16, device=device)
     slots = torch.arange(6, device=device).view(2, 3) if name == "verify" else torch.arange(2, device=device)
@@ -69,6 +69,11 @@ def served(name: str, dtype: torch.dtype, device: torch.device, **more: Any):
 def cut(device: torch.device):
     with segment_rule.forced(4):
         return delta("gated_delta_rule", FP32, device, state="normal", chunk_size=16)
+
+
+def served_in_segments(device: torch.device):
+    with segment_rule.forced(4):
+        return served("prefill", FP32, device, T=100 if device.type == "cpu" else 300)
 
 
 def states(device: torch.device) -> wyfold.TTTState:
@@ -97,6 +102,7 @@ CALLS: dict[str, Callable[[torch.device], Any]] = {
     "decode": lambda d: served("decode", BF16, d, has_initial_state=FLAGS),
     "verify": lambda d: served("verify", FP32, d, num_accepted_tokens=torch.tensor([1, 3])),
     "prefill": lambda d: served("prefill", BF16, d, has_initial_state=FLAGS),
+    "prefill, segments": served_in_segments,
     "prefill, checkpoints": lambda d: served(
         "prefill", FP32, d, checkpoint_every=64, checkpoint_pool=torch.zeros(4, 2, 8, 16),
         checkpoint_indices=torch.zeros(2, 0, dtype=torch.int64), output_state_indices=torch.tensor([3, 4]),
@@ -150,7 +156,10 @@ def test_right_kernels_pass_once(name: str, device, capsys):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["GDN, bf16", "KDA, fp32, bounded, forward", "GDN, segments", "TTT, bf16", "prefill"])
+@pytest.mark.parametrize(
+    "name",
+    ["GDN, bf16", "KDA, fp32, bounded, forward", "GDN, segments", "TTT, bf16", "prefill", "prefill, segments"],
+)
 def test_the_check_launches_the_configurations_of_the_call(name: str, device, monkeypatch):
     """Every kernel and row that the call uses was used by its check."""
     used: set[tuple[str, str]] = set()

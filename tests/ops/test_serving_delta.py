@@ -15,6 +15,7 @@ from wyfold import serving
 from wyfold.ops import serving_call
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
+from wyfold.runtime import segment_rule
 
 RULES = ("delta_rule", "gated_delta_rule", "kda")
 TOKENS = ("q", "k", "v", "g", "beta")
@@ -355,6 +356,33 @@ POOLS: dict[str, tuple[torch.dtype, bool, bool]] = {
     "float16": (torch.float16, False, False),
     "slots apart": (torch.float32, False, True),
 }
+
+
+@pytest.mark.parametrize("v_first", [False, True], ids=["K first", "V first"])
+def test_prefill_in_segments_is_the_chunk_call_in_segments(rule: str, v_first: bool, backend: str, device):
+    """Cut, single-token, empty and skipped sequences; new ones, and output slots."""
+    lengths, slots, to = (85, 1, 0, 70, 2), (3, 0, -1, 9, 5), (3, 7, 2, 1, 99)
+    a = drawn(rule, device, backend, N=1, T=160)
+    before, cu = a_pool(device, v_first=v_first), torch.tensor([0, *torch.tensor(lengths).cumsum(0)], device=device)
+    given, pool = torch.tensor([True, False, True, True, True], device=device), before.clone()
+    flags = {"cu_seqlens": cu, "state_v_first": v_first}
+    call = {name: x for name, x in a.items() if name != "g" or rule != "delta_rule"}
+    entering = torch.stack([before[3], torch.zeros_like(before[0]), before[0], before[0], before[5]])
+    with segment_rule.forced(3):
+        where = {"state_indices": index(*slots, device=device), "output_state_indices": index(*to, device=device)}
+        where |= {"pool": pool, "has_initial_state": given}
+        plan = wyfold.explain(serving.prefill, **a, **where, **flags)
+        o = serving.prefill(**a, **where, **flags)
+        op = getattr(wyfold, f"chunk_{rule}")
+        expected, state = op(**call, initial_state=entering, output_final_state=True, **flags)
+        whole, _ = op(**call, initial_state=entering, max_splits=1, **flags)
+    stages = [launch.split(" ")[0] for launch in plan.forward]
+    assert plan.segments == 3 and {"state_pool", "segment_summary", "segment_fold"} <= {*stages}
+    expected[:, 86:156] = 0  # the row without a slot
+    assert torch.equal(o, expected) and not torch.equal(o[:, :86], whole[:, :86])
+    after = before.clone()
+    after[[3, 7]] = state[:2]
+    assert torch.equal(pool, after)
 
 
 @pytest.mark.parametrize(

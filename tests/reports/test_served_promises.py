@@ -1,6 +1,6 @@
 """Documented promises of serving that did not hold.
 
-`prefill` was documented to have the bits of `chunk_*`, but `chunk_*` cuts long calls into segments and `prefill` does
+`prefill` was documented to have the bits of `chunk_*`, but `chunk_*` cut long calls into segments and `prefill` did
 not. `decode_packed` had a `lower_bound` but, unlike `decode`, no `safe_gate`.
 """
 
@@ -25,23 +25,20 @@ RULES = ("delta_rule", "gated_delta_rule", "kda")
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_prefill_has_the_bits_of_the_operator_without_segments(rule: str, float64_bounds):
+def test_prefill_has_the_bits_of_the_operator(rule: str, float64_bounds):
+    """In segments and without them."""
     a = inputs.draw("random", rule, Shape(1, 300, 1, 2, 16, 16), gate="weak", state="normal", dtype=torch.float64)
-    op = getattr(wyfold, f"chunk_{rule}")
-    state = a.pop("initial_state")
+    op, state = getattr(wyfold, f"chunk_{rule}"), a.pop("initial_state").float()
+    found = {}
     with segment_rule.forced(4):
-        in_segments, _ = op(**a, initial_state=state, output_final_state=True)
-        whole, final = op(**a, initial_state=state, output_final_state=True, batch_invariant=True)
-        pool = state.float()
-        o = serving.prefill(**{"g": None, **a}, pool=pool, state_v_first=False)
-        from_float32, final = op(**a, initial_state=state.float(), output_final_state=True, max_splits=1)
-    assert torch.equal(o, from_float32) and torch.equal(pool, final.float())
-    assert not torch.equal(in_segments, whole)
-    float64_bounds.output("o", in_segments, whole)
-
-
-def test_the_docstring_states_where_the_bits_are_equal():
-    assert "`prefill` never uses segments" in " ".join(serving.prefill.__doc__.split())
+        for splits in (None, 3, 1):
+            pool = state.clone()
+            o = serving.prefill(**{"g": None, **a}, pool=pool, state_v_first=False, max_splits=splits)
+            expected, final = op(**a, initial_state=state, output_final_state=True, max_splits=splits)
+            assert torch.equal(o, expected) and torch.equal(pool, final.float())
+            found[splits] = o
+    assert not torch.equal(found[None], found[1]) and not torch.equal(found[None], found[3])
+    float64_bounds.output("o", found[None], found[1])
 
 
 @pytest.mark.parametrize("rule", ["gated_delta_rule", "kda"])

@@ -2,7 +2,8 @@
 
 It has no gradient. Its kernels are those of the differentiable operators, which read and write the slots themselves.
 The recurrent form is one launch. The chunk form has the launches of a call without a pool, and one more if intermediate
-states are stored. The eager backend gathers states from their slots, runs, and scatters them back.
+states are stored. The eager backend gathers states from their slots, runs, and scatters them back. So does the chunk
+form if it cuts sequences into segments: the first segment's scan reads a state while the last one's writes it.
 """
 
 from __future__ import annotations
@@ -74,9 +75,8 @@ def _serve(*arguments: Any) -> None:
         recurrent: Any = table.selected_module("recurrent", options.backend, _key(t, s, options), q.device)
         A_log, dt_bias = (None if x is None else x.contiguous() for x in (A_log, dt_bias))
         recurrent.recurrent(q, k, v, g, beta, A_log, dt_bias, slots, grid, options, s.o)
-    elif options.backend != "eager" and s.o.numel():
-        # No sequence of a serving call is cut into segments, so the scan is the first and last launch that needs the
-        # state. It reads each state from the pool and writes it back.
+    elif options.backend != "eager" and s.o.numel() and not options.segment_chunks:
+        # The scan is the only launch that needs the states. It reads them from the pool and writes them back.
         result, _ = delta_chunk.forward(t, options._replace(final_state=False), s.o, grid, slots)
         _store_checkpoints(t, s, result.states, slots, grid, options)
     else:
@@ -95,7 +95,7 @@ def _key(t: DeltaTensors, s: PoolCall, options: DeltaOptions) -> LaunchKey:
 def _run_on_gathered_states(t: DeltaTensors, s: PoolCall, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
     """Gather states from slots (`enter`), run the differentiable implementation, scatter them back (`leave`).
 
-    The eager backend takes this path, and kernels for a call without tokens.
+    The eager backend takes this path, and kernels for a call in segments or without tokens.
     """
     stage: Any = table.kernel_module("state_pool", options.backend)
     entering = s.pool.new_empty(grid.sequences, *s.pool.shape[1:], dtype=options.state_dtype)

@@ -67,7 +67,8 @@ def make_plan(t: DeltaTensors, flags: DeltaFlags, context: ContextParallel | Non
         rule=flags.rule,
         erases=flags.erases,
     )
-    communicates = context is not None and not _runs_eagerly(t, flags) and _has_collectives(context, checked.sizes)
+    eager = runs_eagerly(t.q, flags.backend)
+    communicates = context is not None and not eager and _has_collectives(context, checked.sizes)
     between = (
         ("segment_summary", "segment_fold", *(["rank_carry"] if communicates else []))
         if cut.chunks or communicates
@@ -178,10 +179,7 @@ def _trials(t: DeltaTensors, options: DeltaOptions, checked: CheckedDelta, *, ac
     options = options._replace(scale=scale, unit=gradient_unit(scale, q.dtype))
     sequences, tokens = checked.sequences, TOKENS
     if options.segment_chunks or across_ranks:
-        most = CUT_FROM + 1
-        tokens = most * options.chunk_size - 7
-        sequences = -(-expected_segments(sequences, sizes["B"] * sizes["T"], options.chunk_size, options.cut) // most)
-        options = options._replace(segment_chunks=1, segments=most)
+        options, sequences, tokens = trial_segments(options, sequences, sizes["B"] * sizes["T"])
     if options.recurrent:
         tokens = options.chunk_size + 9
     if options.checkpoint_every:
@@ -206,6 +204,13 @@ def _trials(t: DeltaTensors, options: DeltaOptions, checked: CheckedDelta, *, ac
     )
     exchange = exchange_trials(options, q, v) if across_ranks else ()
     return *with_sequences(trial, sequences, v), *exchange
+
+
+def trial_segments(options: DeltaOptions, sequences: int, tokens: int) -> tuple[DeltaOptions, int, int]:
+    """Options of a trial in segments, and the number and length of its sequences, for a call of so many of each."""
+    most = CUT_FROM + 1
+    likely = -(-expected_segments(sequences, tokens, options.chunk_size, options.cut) // most)
+    return options._replace(segment_chunks=1, segments=most), likely, most * options.chunk_size - 7
 
 
 def token_samples(
@@ -253,7 +258,7 @@ def launch_keys(
     back = []
     if "segment_summary" in keys:
         keys["segment_summary"] = key._replace(launch="fwd")
-        back = [("segment_summary", key._replace(launch="bwd"))]
+        back = [("segment_summary", key._replace(launch="bwd"))] if stages[1] else []
     return [*keys.items(), *back]
 
 
@@ -342,28 +347,36 @@ def _has_channel_gradient_kernel(device: torch.device, dtype: torch.dtype, width
 
 
 def _cut_of(t: DeltaTensors, flags: DeltaFlags, checked: CheckedDelta, chunk_size: int) -> Cut:
-    """Segmentation of a call's long sequences; `WHOLE` if no sequence can be long enough.
-
-    `WHOLE` also on eager, which gains nothing, for rules without kernels, and with intermediate states, which are those
-    of one scan.
-    """
+    """`call_cut`; `WHOLE` also for the recurrent form, for rules without kernels, and if the call forbids segments."""
     if flags.recurrent or flags.rule != "delta":
         return segment_rule.WHOLE
     if flags.max_splits is not None:
         check.integer(flags.op, "max_splits", flags.max_splits, least=1)
-    if flags.batch_invariant or checked.every or (_runs_eagerly(t, flags) and segment_rule.forcing() is None):
+    if flags.batch_invariant or checked.every:
         return segment_rule.WHOLE
-    B, T, HV, V = t.v.shape
+    eager = runs_eagerly(t.q, flags.backend)
+    return call_cut(t.q, t.v, chunk_size, flags.max_splits, packed=checked.packed, eager=eager)
+
+
+def call_cut(q: Tensor, v: Tensor, chunk_size: int, max_splits: int | None, *, packed: bool, eager: bool) -> Cut:
+    """Segmentation of a call's long sequences; `WHOLE` if no sequence can be long enough.
+
+    `WHOLE` also on eager, which gains nothing. A call that returns intermediate states does not ask: those are the
+    states of one scan.
+    """
+    if eager and segment_rule.forcing() is None:
+        return segment_rule.WHOLE
+    B, T, HV, V = v.shape
     # Round T up to whole chunks: the rule counts chunks and must not depend on tokens within the last one.
     if -(-T // chunk_size) * chunk_size < segment_rule.SHORTEST and segment_rule.forcing() is None:
         return segment_rule.WHOLE
-    cut = segment_rule.cut(HV, t.q.shape[-1], V, chunk_size, _processors(t.q.device), flags.max_splits)
-    return cut if cut.chunks and max_borders(B, T, chunk_size, checked.packed, cut) else segment_rule.WHOLE
+    cut = segment_rule.cut(HV, q.shape[-1], V, chunk_size, _processors(q.device), max_splits)
+    return cut if cut.chunks and max_borders(B, T, chunk_size, packed, cut) else segment_rule.WHOLE
 
 
-def _runs_eagerly(t: DeltaTensors, flags: DeltaFlags) -> bool:
-    """Whether the call demands the eager backend, or gets it because of its device."""
-    return flags.backend == "eager" or (flags.backend is None and t.q.device.type != "cuda")
+def runs_eagerly(q: Tensor, backend: str | None) -> bool:
+    """Whether a call demands the eager backend, or gets it because of its device."""
+    return backend == "eager" or (backend is None and q.device.type != "cuda")
 
 
 @constant_to_compilers

@@ -11,8 +11,17 @@ from wyfold.autograd.serving_delta import serve_op
 from wyfold.kernels import table
 from wyfold.kernels.trial import TOKENS, Sample, Trial, boundary_sample, sample, with_sequences
 from wyfold.ops.delta_checks import GateFlags, check_boundaries, check_gate, check_strength, check_tensors
-from wyfold.ops.delta_plan import best_chunk_size, launch_keys, token_samples, with_backend
-from wyfold.runtime import check
+from wyfold.ops.delta_plan import (
+    best_chunk_size,
+    call_cut,
+    launch_keys,
+    runs_eagerly,
+    token_samples,
+    trial_segments,
+    with_backend,
+)
+from wyfold.runtime import check, segment_rule
+from wyfold.runtime.chunk_layout import Cut, expected_segments
 from wyfold.runtime.kernel_configs import LaunchKey
 from wyfold.runtime.options import DeltaOptions
 from wyfold.runtime.replay_cache import PublicOperator
@@ -75,6 +84,7 @@ class ServingFlags(NamedTuple):
     each: bool = False
     checkpoint_every: int | None = None
     tokens: int | None = None
+    max_splits: int | None = None
 
 
 def run(options: DeltaOptions, t: ServingTensors, flags: ServingFlags) -> Tensor:
@@ -143,6 +153,7 @@ def make_plan(t: ServingTensors, flags: ServingFlags) -> DeltaOptions:
     every = _check_checkpoints(t, flags, chunk_size, sizes) if chunked else int(flags.each)
     if check.checking_contents() and chunked:
         _check_distinct_checkpoints(t, flags, every, sizes)
+    cut = _cut_of(t._replace(q=q, v=v), flags, chunk_size, every)
     options = DeltaOptions(
         operator=op,
         recurrent=not chunked,
@@ -161,32 +172,50 @@ def make_plan(t: ServingTensors, flags: ServingFlags) -> DeltaOptions:
         save=False,
         keep_factors=False,
         backend="triton",
+        segment_chunks=cut.chunks,
+        segments=cut.most,
     )
+    between = ("segment_summary", "segment_fold") if cut.chunks else ()
+    # The scan reads and writes the slots itself, unless segments or checkpoints make the states pass through copies.
+    pooled = every > 0 or cut.chunks > 0
 
     def keys() -> list[tuple[str, LaunchKey]]:
         if not chunked:
             recurrent: Any = table.kernel_module("recurrent", "triton")
             order = {"v_first": flags.state_v_first, "alone": cu is None and not flags.each and sizes["T"] == 1}
             return [("recurrent", recurrent.served_key(t.pool, sizes["K"], sizes["V"], t.g, **order))]
-        found = launch_keys((("prepare", "scan"), ()), q, v, t.g, chunk_size, N, kept=every > 0, norm=norm)
+        likely = expected_segments(N, sizes["B"] * sizes["T"], chunk_size, cut)
+        stages = (("prepare", *between, "scan"), ())
+        found = launch_keys(stages, q, v, t.g, chunk_size, likely, kept=every > 0, norm=norm)
         if out is not None and out.dtype != v.dtype:
             found = [(stage, key._replace(wide=stage == "scan")) for stage, key in found]
-        return [("state_pool", LaunchKey()), *found] if every else found
+        return [("state_pool", LaunchKey()), *found] if pooled else found
 
     return with_backend(
         options,
         (q, k, v, t.g),
         flags.backend,
-        (("state_pool", "prepare", "scan") if chunked else ("prepare", "recurrent"), ()),
+        (("state_pool", "prepare", *between, "scan") if chunked else ("prepare", "recurrent"), ()),
         dtypes=table.dtypes(*given.values(), t.checkpoint_pool),
         keys=keys,
         trials=lambda: _trials(t, flags, (q, k, v), N, options),
-        grids=() if cu is None else ("chunk_grid",),
-        kept=("state_pool",) if every else (),
+        segments=cut.segments(-(-sizes["T"] // chunk_size)),
+        grids=(*(["chunk_grid"] if cu is not None else []), *(["segment_grid"] if cut.chunks else [])),
+        kept=("state_pool",) if pooled else (),
     )
 
 
 SERVING = PublicOperator(make_plan, run)
+
+
+def _cut_of(t: ServingTensors, flags: ServingFlags, chunk_size: int, every: int) -> Cut:
+    """Segmentation of a call, that of the operators: `call_cut`."""
+    if flags.max_splits is not None:
+        check.integer(flags.op, "max_splits", flags.max_splits, least=1)
+    if not flags.chunked or every:
+        return segment_rule.WHOLE
+    eager, packed = runs_eagerly(t.q, flags.backend), t.cu_seqlens is not None
+    return call_cut(t.q, t.v, chunk_size, flags.max_splits, packed=packed, eager=eager)
 
 
 def _trials(
@@ -201,6 +230,8 @@ def _trials(
     """
     (q, k, v), cu, every = tokens, t.cu_seqlens, options.checkpoint_every
     length = max(TOKENS, 2 * every + 9)
+    if options.segment_chunks:
+        options, sequences, length = trial_segments(options, sequences, q.shape[0] * q.shape[1])
     if options.recurrent:
         length = 1 if q.shape[1] == 1 and cu is None else 5
     small = Trial(

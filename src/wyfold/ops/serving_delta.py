@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from wyfold.ops import serving_call
+from wyfold.ops.delta_plan import known_short
 from wyfold.ops.serving_call import SERVING, ServingFlags, ServingTensors
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries_of
@@ -416,6 +417,7 @@ def prefill(
     use_qk_l2norm_in_kernel: bool = False,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
+    max_splits: int | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Process any number of tokens of each sequence chunk by chunk, with initial and final states in pool slots.
@@ -424,10 +426,9 @@ def prefill(
         for each token t:   S <- exp(g_t) S;   S <- S + beta_t k_t (v_t - S^T k_t)^T;   o_t = scale S^T q_t
         pool[state_indices[n]] = S          or pool[output_state_indices[n]]
 
-    With a float32 pool, bit-identical to `chunk_delta_rule`, `chunk_gated_delta_rule` or `chunk_kda` without segments.
-    `prefill` never uses segments; those operators use them on a GPU for long sequences of small batches, unless
-    `max_splits=1` or `batch_invariant=True`. Sequences of one token may be mixed with long ones; `decode` is faster for
-    a batch of single tokens.
+    With a float32 pool, bit-identical to `chunk_delta_rule`, `chunk_gated_delta_rule` or `chunk_kda` with the same
+    `max_splits`: like them it cuts long sequences into segments on a GPU, unless `max_splits=1` or checkpoints are
+    stored. Sequences of one token may be mixed with long ones; `decode` is faster for a batch of single tokens.
 
     Args:
         q: [B, T, H, K], or packed [1, T, H, K] with cu_seqlens; float32, float16, bfloat16, or float64 (`eager`).
@@ -446,6 +447,7 @@ def prefill(
             [T // checkpoint_every], with a sequence's first at `SequenceLayout.checkpoint_offsets`. States with an
             invalid slot and those of skipped sequences are not stored. Valid slots must be distinct; `checked` tests
             it.
+        max_splits: As in `chunk_gated_delta_rule`.
 
     Arguments not listed here are those of `decode`.
 
@@ -489,6 +491,7 @@ def prefill(
         chunked=True,
         checkpoint_every=checkpoint_every,
         tokens=tokens,
+        max_splits=1 if max_splits is None and known_short("prefill", q, cu_seqlens, None) else max_splits,
     )
     tensors = ServingTensors(
         q, k, v, g, beta, A_log, dt_bias, cu, pool, state_indices, output_state_indices, has_initial_state,
