@@ -483,7 +483,8 @@ def dying(place: Place, where: str) -> None:
             dist.barrier()
             print(f"READY {time.time()}", flush=True)
             step(last=True)
-            time.sleep(STUCK_S)
+            for _ in range(10 * STUCK_S):  # an exception from the watch's thread arrives between two sleeps
+                time.sleep(0.1)
     except Exception as error:
         cause = type(error.__cause__).__name__
         said = f"{type(error).__name__} from {cause}: {' '.join(str(error).split())}"

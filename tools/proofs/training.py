@@ -34,7 +34,7 @@ CARDS = torch.cuda.device_count()
 TINY = CARDS == 0
 BYTES = 1 << 18 if TINY else 48 << 20
 """Bytes of text; a text of at least 30 MB is not read twice in a run."""
-LENGTH, STEPS, WARM = (64, 6, 2) if TINY else (65536, 100, 20)
+LENGTH, STEPS, WARM = (64, 6, 2) if TINY else (65536, 200, 20)
 LONG = 4 * LENGTH
 """Bytes of a long row, at which a rank of four has as many tokens as one GPU has of a usual row."""
 MODEL = {"layers": "gdn*3 attention", "depth": 20, "width": 1280, "heads": 10, "head-dim": 128, "window": 2048}
@@ -132,20 +132,20 @@ def compare(ledger: Ledger, rows: dict[str, dict[str, Any]], many: Training) -> 
 
 def waves(most: int, steps: int) -> list[list[tuple[Any, ...]]]:
     """Settings of the runs: those of one wave run side by side, on GPUs that they do not share."""
-    few, every = max(3, steps // 8), range(most)
+    few, every = max(3, steps // 16), range(most)
     if most < 4:
         return [[([0], 1, steps), (every, most, steps)]]
     return [
         [([0], 1, steps), ([1, 2], 2, steps), ([3], 1, few, LONG)],
         [(every, 4, steps)],
-        [(every, 1, steps // 3)],
+        [(every, 1, steps // 6)],
         [(every, 4, few, LONG)],
     ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    add_arguments(parser, budget=300)
+    add_arguments(parser, budget=400)
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of each run (default: %(default)s)")
     args = parser.parse_args()
     ledger = Ledger("training", args)

@@ -44,18 +44,19 @@ class Watch:
     """Context manager in which the loss of a rank raises `RankLost` on the other ranks.
 
     The exception is raised in the thread that entered, within about four seconds of a rank's death, at whatever
-    statement it is. A thread that waits for a collective gets it as soon as the collective is aborted. It is raised
-    once: code that catches it continues unwatched, and in a destructor Python itself catches it. A rank that leaves by
-    an exception is lost to the others too, unless they leave as well in the next five seconds. Each of them then keeps
-    the exception it has, unless that is the broken connection.
+    statement it is. A thread that waits for a collective gets it as soon as the collective is aborted; one that sleeps
+    or is inside another C function gets it afterwards. It is raised once: code that catches it continues unwatched, and
+    in a destructor Python itself catches it. A rank that leaves by an exception is lost to the others too, unless they
+    leave as well in the next five seconds. Each of them then keeps the exception it has, unless that is the broken
+    connection.
 
     Watching ends for all ranks when the first one leaves, so leave together. A rank that leaves by an exception while
     another one is silent waits for its own next heartbeat, up to `silence_s`.
 
     All process groups of this process are aborted, because a kernel that waits in one group blocks those of the others.
     None can be used afterwards: let the process end without `destroy_process_group`. The results of an aborted
-    collective are meaningless. gloo cannot abort: there, a thread that waits for a rank that is stopped but not dead
-    waits for its group's timeout.
+    collective are meaningless, also those that are read before the exception: NCCL may end a collective by itself. gloo
+    cannot abort: there, a thread that waits for a rank that is stopped but not dead waits for its group's timeout.
 
     Entering is a collective of the hosts alone. Inside, the watch blocks neither host nor device; with one rank it does
     nothing. It detects that a rank is gone, but not that a rank makes another call: for that there are the comparison
