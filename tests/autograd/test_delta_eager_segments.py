@@ -193,9 +193,13 @@ H200 = 132
         (17, 128, 65536, 1),
         (12, 128, 65536, 5),
         (8, 64, 65536, 16),
-        (4, 128, 16384, 4),
-        (8, 128, 20480, 5),
-        (8, 128, 32768, 8),
+        (4, 128, 16384, 16),
+        (2, 128, 16384, 16),
+        (8, 128, 5120, 5),
+        (8, 128, 8192, 8),
+        (9, 128, 8128, 1),
+        (9, 128, 8192, 4),
+        (16, 128, 8192, 4),
         (1, 128, 1 << 20, 66),
         (96, 128, 8192, 1),
         (1, 256, 65536, 1),
@@ -216,12 +220,12 @@ def test_the_rule_on_a_card(heads: int, V: int, T: int, segments_of_it: int):
 def test_segments_of_a_sequence_run_at_once_and_share_its_work(heads: int):
     """At most one program per multiprocessor, with a nearly even split of the sequence's chunks."""
     cut = segment_rule.cut(heads, 128, 128, 64, H200)
-    for tokens in range(segment_rule.SHORTEST, 1 << 20, 12345):
+    for tokens in range(2 * segment_rule.SHORTEST, 1 << 20, 12345):
         chunks = -(-tokens // 64)
         count = cut.segments(chunks)
         longest = max(cut.chunks, -(-chunks // cut.most))
         assert count >= CUT_FROM and count * heads * 2 <= H200
-        assert longest * 64 >= segment_rule.SHORTEST // CUT_FROM
+        assert longest * 64 >= segment_rule.SHORTEST // CUT_FROM * (1 if heads <= 8 else 2)
         assert longest == cut.chunks or (count + 1) * heads * 2 > H200 or longest * count < chunks + count
 
 
@@ -231,7 +235,7 @@ def test_the_docs_have_the_rules_numbers():
     assert f"`SHORTEST / CUT_FROM` = {segment_rule.SHORTEST // CUT_FROM} tokens" in text
     assert f"`CUT_FROM` = {CUT_FROM} segments" in text
     assert f"`WIDEST` = {segment_rule.WIDEST}" in text
-    for T, heads in ((65536, 8), (65536, 4), (16384, 4), (16320, 4), (65536, 32)):
+    for T, heads in ((65536, 8), (65536, 2), (16384, 4), (8192, 8), (8192, 16), (4096, 8), (4032, 8), (65536, 32)):
         count = segment_rule.cut(heads, 128, 128, 64, H200).segments(T // 64)
         assert f"| {T:,} | {heads} | {count} |" in text
 

@@ -586,6 +586,12 @@ def test_decode_packed_and_verify_errors_name_the_operator():
         serving.verify(**a, state_indices=torch.zeros(4, 3, dtype=torch.int64), num_accepted_tokens=columns)
 
 
+def test_prefill_refuses_a_cap_below_one():
+    a = drawn("kda", torch.device("cpu"), "eager") | {"pool": a_pool(torch.device("cpu")), "state_v_first": False}
+    with pytest.raises(ValueError, match=r"^prefill: max_splits must be at least 1, got 0"):
+        serving.prefill(**a, max_splits=0)
+
+
 def test_prefill_refuses_incomplete_checkpoint_arguments():
     a = drawn("kda", torch.device("cpu"), "eager", T=40) | {"pool": a_pool(torch.device("cpu")), "state_v_first": False}
     where: Call = {"checkpoint_pool": a["pool"].clone(), "checkpoint_indices": torch.zeros(4, 2, dtype=torch.int64)}

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from wyfold.runtime.chunk_layout import CUT_FROM, Cut
 
-SHORTEST = 16384
+SHORTEST = 4096
 """Tokens of the shortest sequence that is cut. Its last chunk counts as full."""
 
 ROWS = 64
@@ -32,14 +32,19 @@ WHOLE = Cut(0, 1)
 def cut(heads: int, K: int, V: int, chunk_size: int, processors: int, max_splits: int | None = None) -> Cut:
     """The cut of long sequences by the split rule.
 
-    If a sequence is spread evenly over the GPU, every multiprocessor scans
+    In segments of L of a sequence's n chunks, the longest path through a call is about
 
-        tokens heads ceil(V / 64) / (chunk_size processors)
+        L (scan + summary) + n / L fold + launches        in place of n scan
 
-    chunks of it, and the sequence has processors / (heads ceil(V / 64)) segments. That number is rounded down, so that
-    no more programs run than there are multiprocessors. No segment is shorter than SHORTEST / CUT_FROM tokens, and a
-    sequence is cut only into CUT_FROM segments or more: half as many gain nothing over the work that they add. With
-    widths above WIDEST, states fill a program's registers, and sequences are not cut.
+    with 1.1 to 1.3 us for a chunk of `scan`, as much for one of `summary`, 2 us for a border of `fold`, and 20 us for
+    four more launches (measured on an H200, docs/segments.md). So few long segments waste the GPU, and many short ones
+    wait for `fold`. Each of the rule's numbers is where the measured times of both families and both directions turn:
+
+    - A sequence has at most processors / (heads ceil(V / 64)) segments, rounded down, so that all of them run at once.
+    - No segment is shorter than SHORTEST / CUT_FROM tokens, or twice that where fewer than 2 CUT_FROM segments run at
+      once. Shorter ones gain a tenth at most, and batches of many sequences lose more to the summaries.
+    - A sequence is cut only into CUT_FROM segments or more: half as many gain nothing over the work that they add.
+    - With widths above WIDEST, states fill a program's registers, and sequences are not cut.
 
     Args:
         heads: HV.
@@ -53,8 +58,10 @@ def cut(heads: int, K: int, V: int, chunk_size: int, processors: int, max_splits
     if _forced:
         chunks, most = _forced[-1]
         return Cut(chunks, min(most, max_splits or most))
-    most = min(processors // (heads * -(-V // ROWS)), max_splits or processors)
-    return Cut(SHORTEST // CUT_FROM // chunk_size, most) if most >= CUT_FROM else WHOLE
+    at_once = processors // (heads * -(-V // ROWS))
+    most = min(at_once, max_splits or at_once)
+    shortest = SHORTEST // CUT_FROM * (1 if at_once >= 2 * CUT_FROM else 2)
+    return Cut(shortest // chunk_size, most) if most >= CUT_FROM else WHOLE
 
 
 _forced: list[Cut] = []
