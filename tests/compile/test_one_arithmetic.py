@@ -188,24 +188,29 @@ def test_trees_distinguish_contracted_products():
     assert trees(swapped) != trees(swapped.replace("%f5, %f4, %f1, %f0", "%f5, %f0, %f1, %f4"))
 
 
-def test_strided_output_gradients_of_ttt():
-    """With rows of 24 elements, of which only every second begins at a multiple of 16 elements."""
+def test_strided_rows_of_ttt():
+    """With rows that do not begin at multiples of 16 elements."""
 
-    def replayed(apart: bool) -> tuple[collections.Counter[str], ...]:
-        found = []
+    def scanned(apart: bool) -> dict[str, tuple[collections.Counter[str], ...]]:
+        found = {}
 
         def look(kernel, *arguments, **fixed) -> None:
-            if kernel.fn.__name__ == "wyfold_ttt_replay_triton":
+            if kernel.fn.__name__ in ("wyfold_ttt_triton", "wyfold_ttt_replay_triton", "wyfold_ttt_bwd_triton"):
                 asm = aot.code(kernel, *arguments, **fixed)[0].asm
-                found.append((trees(asm["ptx"]), reductions(asm["ttgir"])))
+                found[kernel.fn.__name__] = trees(asm["ptx"]), reductions(asm["ttgir"])
+
+        def laid_out(x: torch.Tensor) -> torch.Tensor:
+            return x.transpose(0, -1).contiguous().transpose(0, -1) if apart else x
 
         with aot.pretend_gpu("sm_90", look):
-            q, k, v = (torch.zeros(1, 17, 2, 24).requires_grad_() for _ in range(3))
-            w, b = torch.zeros(2, 2, 24).unbind()
+            q, k, v = (laid_out(torch.zeros(1, 20, 1, 12)).requires_grad_() for _ in range(3))
+            w, b = torch.ones(1, 12), torch.zeros(1, 12)
             o = wyfold.chunk_ttt_linear(q, k, v, w, b, 0.1, chunk_size=16, backend="triton")[0]
-            do = torch.zeros_like(o)
-            o.backward(do.transpose(0, -1).contiguous().transpose(0, -1) if apart else do)
-        (one,) = found
-        return one
+            o.backward(laid_out(torch.zeros_like(o)))
+        return found
 
-    assert replayed(True) == replayed(False)
+    assert len(scanned(False)) == 3 and scanned(True) == scanned(False)
+    with aot.pretend_gpu("sm_90", lambda *_, **__: None):
+        q, w = torch.zeros(1, 20, 1, 12), torch.ones(1, 12)
+        plan = wyfold.explain(wyfold.chunk_ttt_linear, q, q, q, w, w, 0.1, chunk_size=16, backend="triton")
+        assert plan.copies == ("q", "k", "v")

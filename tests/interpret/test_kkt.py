@@ -50,7 +50,14 @@ def to_device(guarded: Callable, device: torch.device) -> Callable:
 @pytest.mark.parametrize("gate", ["none", "scalar", "channel"])
 @pytest.mark.parametrize(
     "C, T, H, HV, K, dtype",
-    [(64, 70, 1, 2, 24, FP32), (32, 64, 2, 4, 40, BF16), (16, 33, 1, 3, 8, FP16), (64, 65, 1, 1, 136, BF16)],
+    [
+        (64, 70, 1, 2, 24, FP32),
+        (32, 64, 2, 4, 40, BF16),
+        (16, 33, 1, 3, 8, FP16),
+        (64, 65, 1, 1, 136, BF16),
+        (32, 40, 1, 2, 100, BF16),
+        (16, 20, 1, 2, 3, FP32),
+    ],
     ids=str,
 )
 def test_dense(gate: str, C: int, T: int, H: int, HV: int, K: int, dtype: torch.dtype, to_device: Callable):

@@ -206,6 +206,14 @@ def test_a_width_that_half_a_tile_does_not_divide(dtype: torch.dtype, device, gu
     require(*verdicts(a | {"output_final_state": True}, NAMES, device, guarded))
 
 
+@pytest.mark.parametrize("D, dtype", [(1, FP32), (60, FP16), (61, FP32), (100, BF16)], ids=str)
+def test_any_width(D: int, dtype: torch.dtype, device, guarded):
+    """Norms divide by the true width, and NaN beside the rows of the arguments reaches nothing."""
+    a = inputs.draw(rule="ttt_linear", shape=Shape(1, 70, 1, 2, D, D), state="normal", sequences=3, dtype=dtype)
+    a |= {"output_final_state": True, "cu_seqlens": torch.tensor([0, 17, 17, 66]), "residual": "q"}
+    require(*verdicts(a, NAMES, device, guarded))
+
+
 @pytest.mark.parametrize("T", range(1, 131, 3))
 def test_lengths(T: int, device, guarded):
     """Even lengths use the options of published layers."""

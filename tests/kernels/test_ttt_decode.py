@@ -16,7 +16,7 @@ from wyfold.reference.ttt import ttt_linear
 C, EPS, SCALE = 16, 1e-6, 0.4
 
 
-@pytest.mark.parametrize("D", [24, 32])
+@pytest.mark.parametrize("D", [7, 32, 60])
 def test_a_mini_batch_and_what_follows(D: int, backend: str, device: torch.device):
     """Two sequences in slots 2 and 0, decoded for one mini-batch and two more tokens."""
     N, T, H, HV = 2, C + 2, 1, 2

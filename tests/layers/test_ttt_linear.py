@@ -154,7 +154,8 @@ def test_state_dict_names_are_stable():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"head_dim": 136}, "head_dim must have width K a multiple of 8 from 8 to 128, got 136"),
+        ({"head_dim": 136}, "head_dim must have width K from 1 to 128, got 136"),
+        ({"head_dim": 7}, "rope_base must be None with an odd head_dim, got 10000.0 with 7"),
         ({"head_v_dim": 8}, "head_v_dim must be None or head_dim = 16, got 8"),
         ({"mini_batch": 8}, "mini_batch must be one of 16, 32, 64, got 8"),
         ({"base_step": float("inf")}, "base_step must be finite, got inf"),

@@ -238,8 +238,8 @@ GOOD = {"k": torch.zeros(1, 9, 2, 8), "beta": torch.zeros(1, 9, 4)}
 KKT_REFUSED = {
     "k no tensor": ({"k": 1}, TypeError, "k must be a torch.Tensor"),
     "k of rank 3": ({"k": torch.zeros(9, 2, 8)}, ValueError, r"k must have 4 dimensions, \[B, T, H, K\]"),
-    "k of width 12": ({"k": torch.zeros(1, 9, 2, 12)}, ValueError, "k must have width K a multiple of 8"),
-    "k too wide": ({"k": torch.zeros(1, 9, 2, 264)}, ValueError, "k must have width K"),
+    "k too wide": ({"k": torch.zeros(1, 9, 2, 257)}, ValueError, "k must have width K from 1 to 256, got 257"),
+    "k of width 0": ({"k": torch.zeros(1, 9, 2, 0)}, ValueError, "k must have width K from 1 to 256, got 0"),
     "k of integers": ({"k": torch.zeros(1, 9, 2, 8).int()}, ValueError, "k must be float32"),
     "k wants a gradient": ({"k": torch.zeros(1, 9, 2, 8, requires_grad=True)}, ValueError, "k must not require"),
     "beta missing": ({"beta": None}, TypeError, "beta must be a torch.Tensor"),

@@ -97,7 +97,8 @@ def _stage(t: TTTTensors, options: TTTOptions) -> Any:
 
 
 def _tokens(t: TTTTensors, options: TTTOptions) -> TTTInputs:
-    return TTTInputs(t.q, t.k, t.v, t.w, t.b, t.eta, t.eta_col, options.residual)
+    """Inputs of the launches. The scans sum rows in the order in which they are read, so unaligned rows are copied."""
+    return TTTInputs(aligned(t.q), aligned(t.k), aligned(t.v), t.w, t.b, t.eta, t.eta_col, options.residual)
 
 
 def _chunk_grid(t: TTTTensors, options: TTTOptions) -> Callable[[], ChunkGrid]:

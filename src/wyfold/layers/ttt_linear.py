@@ -16,6 +16,7 @@ from wyfold.layers.delta_net import grouped_heads
 from wyfold.layers.initial import set_normal_initial
 from wyfold.layers.layer_call import sequences
 from wyfold.layers.rotary import rotate
+from wyfold.ops.ttt_call import WIDEST
 from wyfold.ops.ttt_linear import TTTState, chunk_ttt_linear, fused_recurrent_ttt_linear
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
@@ -36,12 +37,13 @@ class TTTLinear(nn.Module):
         hidden_size: Width of x.
         num_heads: H, query and key heads.
         num_v_heads: HV, value heads, each with a state; a multiple of H. None: H.
-        head_dim: D, width of queries, keys and values: a multiple of 8 from 8 to 128.
+        head_dim: D, width of queries, keys and values: from 1 to 128.
         head_v_dim: D or None: the inner model maps keys to values of their width.
         conv_size: Length of the two short convolutions. None: no convolution, and a separate projection of keys.
         mini_batch: Tokens whose gradients are taken at the same state: 16, 32 or 64, part of the model.
         base_step: Largest factor of a token's gradient, times D.
-        rope_base: Longest wavelength of the rotation is about 2 pi rope_base tokens. None: no rotary embedding.
+        rope_base: Longest wavelength of the rotation is about 2 pi rope_base tokens. None: no rotary embedding, as an
+            odd head_dim needs.
         gated: Use an output gate.
         norm_eps: eps of the output norm and of the inner norm.
         backend: Backend of every operator in the layer. None: the best available one, which on CUDA is never "eager".
@@ -75,7 +77,7 @@ class TTTLinear(nn.Module):
         name = "TTTLinear"
         self.hidden_size = check.integer(name, "hidden_size", hidden_size, least=1)
         self.num_heads, self.num_v_heads = grouped_heads(name, num_heads, num_v_heads)
-        check.width(name, "K", "head_dim", check.integer(name, "head_dim", head_dim, least=1), most=128)
+        check.any_width(name, "K", "head_dim", check.integer(name, "head_dim", head_dim, least=1), most=WIDEST)
         if head_v_dim not in (None, head_dim):
             raise ValueError(f"{name}: head_v_dim must be None or head_dim = {head_dim}, got {head_v_dim}")
         check.choice(name, "mini_batch", mini_batch, (16, 32, 64))
@@ -86,6 +88,8 @@ class TTTLinear(nn.Module):
         self.rope_base = None if rope_base is None else check.number(name, "rope_base", rope_base)
         if self.rope_base is not None and self.rope_base <= 0:
             raise ValueError(f"{name}: rope_base must be > 0 or None, got {rope_base}")
+        if self.rope_base is not None and head_dim % 2:
+            raise ValueError(f"{name}: rope_base must be None with an odd head_dim, got {rope_base} with {head_dim}")
         self.eps = check.number(name, "norm_eps", norm_eps)
         self.key_size, self.value_size = num_heads * head_dim, self.num_v_heads * head_dim
         keys = self.key_size if conv_size is not None else 2 * self.key_size

@@ -57,7 +57,7 @@ def ttt_decode(
     Args:
         q: [N, 1, H, K] or [1, N, H, K] float32, float16, bfloat16, or float64 (`eager`).
         k: Shape and dtype of q.
-        v: [N, 1, HV, V], or [1, N, HV, V], dtype of q; V = K, a multiple of 8 up to 128. HV is a multiple of H.
+        v: [N, 1, HV, V], or [1, N, HV, V], dtype of q; V = K, from 1 to 128. HV is a multiple of H.
         w: [HV, V] any float. Weight of both norms.
         b: [HV, V] any float. Bias of both norms.
         eta: [N, 1, HV, 1] or [N, 1, HV], N and 1 as in q, any float, or a number. Step size.

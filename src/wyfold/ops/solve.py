@@ -13,6 +13,7 @@ from wyfold.autograd.row_alignment import aligned, alignment_copies
 from wyfold.autograd.workspace import WorkspacePart
 from wyfold.kernels import table
 from wyfold.kernels.trial import Trial, boundary_sample, sample
+from wyfold.ops.delta_widths import WIDEST_KEY
 from wyfold.runtime import check
 from wyfold.runtime.chunk_layout import CHUNK_SIZES, ChunkGrid
 from wyfold.runtime.kernel_configs import LaunchKey
@@ -132,7 +133,7 @@ def chunk_scaled_dot_kkt(
     No gradient.
 
     Args:
-        k: [B, T, H, K] float32, float16, bfloat16 or float64; K a multiple of 8 from 8 to 256.
+        k: [B, T, H, K] float32, float16, bfloat16 or float64; K from 1 to 256.
         beta: [B, T, HV] any float. Write strength, not a logit. HV is a multiple of H; value head j reads key head
             j // (HV // H).
         g: [B, T, HV] or [B, T, HV, K] any float. Natural log of the decay per token, not cumulative, <= 0; -inf resets.
@@ -176,7 +177,7 @@ def _plan_kkt(tensors: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[torch.
     check.no_gradients(op, {"k": k, "beta": beta, "g": g})
     H, HV = sizes["H"], sizes["HV"]
     check.head_groups(op, H, HV, keys="k", values="beta")
-    check.width(op, "K", "k", sizes["K"])
+    check.any_width(op, "K", "k", sizes["K"], most=WIDEST_KEY)
     check.floating(op, k=k, beta=beta, g=g)
     check.same_attribute(op, "device", k=k, beta=beta, g=g)
     check.choice(op, "chunk_size", chunk_size, CHUNK_SIZES)

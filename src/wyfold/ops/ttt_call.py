@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from wyfold.autograd import workspace
+from wyfold.autograd.row_alignment import alignment_copies, tma_copies
 from wyfold.autograd.ttt import TTT
 from wyfold.autograd.ttt_eager import chunks_per_part
 from wyfold.autograd.ttt_records import TTTOptions, TTTResult, TTTTensors
@@ -21,7 +22,7 @@ from wyfold.runtime import check
 from wyfold.runtime.chunk_layout import CHUNK_SIZES
 from wyfold.runtime.kernel_configs import LaunchKey, dtype_word
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, packed_boundaries
-from wyfold.runtime.plan import Plan
+from wyfold.runtime.plan import Plan, explaining
 from wyfold.runtime.replay_cache import PublicOperator
 from wyfold.runtime.torch_ops import apply, in_autocast_dtype, traced
 
@@ -167,6 +168,8 @@ def _plan(
         chunk_size=C,
         parts=lambda: workspace.part_count(B, T, packed, C, chunks_per_part(v, C)),
         collectives=() if context is None else _collectives(context, v),
+        kernel_copies=alignment_copies(q=q, k=k, v=v) if explaining() else (),
+        tma_copies=tma_copies(q, k, v) if explaining() else (),
         keys=lambda: _launch_keys(v.device, q.dtype, D, C),
         sizes=() if q.dtype == torch.float64 else (("ttt", f"{dtype_word(q.dtype)} K{int(D)} C{C}"),),
         trials=lambda: (_trial(_as_tensors(t, flags), options),),
@@ -287,7 +290,7 @@ def check_tokens(
     if factor is None and eta_col is not None:
         check.number(op, "eta_col", eta_col)
     check.head_groups(op, sizes["H"], sizes["HV"])
-    check.width(op, "K", "q and k", sizes["K"], most=WIDEST)
+    check.any_width(op, "K", "q and k", sizes["K"], most=WIDEST)
     if sizes["V"] != sizes["K"]:
         raise ValueError(f"{op}: v must have the width of q and k, V = K = {sizes['K']}, got {sizes['V']}")
     check.floating(op, q=q, k=k, v=v, w=w, b=b, eta=step, eta_col=factor)

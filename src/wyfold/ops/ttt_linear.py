@@ -73,9 +73,10 @@ def chunk_ttt_linear(
     `fused_recurrent_ttt_linear` continues inside one.
 
     Args:
-        q: [B, T, H, K] float32, float16, bfloat16, or float64 on eager. Any strides. Never written.
+        q: [B, T, H, K] float32, float16, bfloat16, or float64 on eager. Any strides. Never written. Kernels first copy
+            q, k or v if its rows do not begin at multiples of 16 elements; `explain` reports it.
         k: [B, T, H, K], dtype of q.
-        v: [B, T, HV, V], dtype of q; V = K, a multiple of 8 up to 128. HV is a multiple of H; value head j reads query
+        v: [B, T, HV, V], dtype of q; V = K, from 1 to 128. HV is a multiple of H; value head j reads query
             and key head `j // (HV // H)`. The inner model learns v - k from k.
         w: [HV, V] any float. Weight of both norms.
         b: [HV, V] any float. Bias of both norms.
