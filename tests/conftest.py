@@ -256,6 +256,7 @@ def planned_as_cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | No
 
     calls, plan = [], table.plan
     monkeypatch.setattr(replay_cache, "_entries", {})  # no cached plan for the actual device
+    monkeypatch.setattr(replay_cache, "_alike", {})
     monkeypatch.setattr(
         triton_support, "support_of", lambda device: triton_support.Support("", "", False, "no kernel is wanted")
     )

@@ -36,6 +36,7 @@ def unknown_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: torch.
     monkeypatch.setattr(self_check, "unproven", lambda device: True)
     monkeypatch.setattr(self_check, "_outcomes", {})
     monkeypatch.setattr(replay_cache, "_entries", {})
+    monkeypatch.setattr(replay_cache, "_alike", {})
     if device.type == "cpu":
         monkeypatch.setattr(kernel_configs, "processors", lambda device: 4)
 

@@ -24,6 +24,7 @@ def planned(monkeypatch) -> list[str]:
     for module in (kda, gated_delta_rule):
         monkeypatch.setattr(module, "DELTA", DELTA._replace(make_plan=counted))
     monkeypatch.setattr(replay_cache, "_entries", {})
+    monkeypatch.setattr(replay_cache, "_alike", {})
     return calls
 
 

@@ -62,6 +62,7 @@ def test_refusals_are_distinct_and_enough():
 def test_a_missing_argument_check_is_detected(launched: list[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(check, "flag", lambda op, **flags: None)
     monkeypatch.setattr(replay_cache, "_entries", {})  # plans cached without the check must not leak into other tests
+    monkeypatch.setattr(replay_cache, "_alike", {})
     undetected = {refusal.argument for refusal in REFUSALS if fault(refusal, launched) == "was accepted"}
     assert "use_qk_l2norm_in_kernel" in undetected
 

@@ -55,14 +55,16 @@ class Delta(torch.autograd.Function):
     """`wyfold::delta_fwd`, with `wyfold::delta_bwd` as its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        tensors, options = arguments[:-1], arguments[-1]
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        *tensors, options = arguments
         o, final_state, states, saved = call(_forward_op, *tensors, *options)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(states)
         ctx.options = options
         ctx.save_for_backward(*tensors, *saved)
-        return o, final_state, states
+        if options.checkpoint_every:
+            ctx.mark_non_differentiable(states)
+        # A result that is no tensor costs autograd nothing.
+        return o, final_state if options.final_state else None, states if options.checkpoint_every else None
 
     @staticmethod
     @once_differentiable

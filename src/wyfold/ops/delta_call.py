@@ -78,11 +78,13 @@ def run_across_ranks(t: DeltaTensors, flags: DeltaFlags, context: ContextParalle
     return _results(options, widths, *delta_across_ranks(tensors, options, context))
 
 
-def _results(options: DeltaOptions, widths: Widths | None, o: Tensor, final_state: Tensor, states: Tensor) -> Results:
+def _results(
+    options: DeltaOptions, widths: Widths | None, o: Tensor, final_state: Tensor | None, states: Tensor | None
+) -> Results:
     """The results that were asked for, with the caller's widths."""
+    final_state, states = final_state if options.final_state else None, states if options.checkpoint_every else None
     o, final_state, states = restored(o, final_state, states, widths, v_first=options.state_v_first)
-    final = final_state if options.final_state else None
-    return (o, final, states) if options.checkpoint_every else (o, final)
+    return (o, final_state) if states is None else (o, final_state, states)
 
 
 def _alike_on_ranks(t: DeltaTensors, options: DeltaOptions) -> dict[str, object]:

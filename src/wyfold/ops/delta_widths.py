@@ -79,9 +79,9 @@ def fitted(t: DeltaTensors, rule: str, *, v_first: bool) -> tuple[DeltaTensors, 
 
 
 def restored(
-    o: Tensor, final_state: Tensor, states: Tensor, widths: Widths | None, *, v_first: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, final state and intermediate states with the caller's widths and heads; unwanted ones are (0,)."""
+    o: Tensor, final_state: Tensor | None, states: Tensor | None, widths: Widths | None, *, v_first: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Output, final state and intermediate states with the caller's widths and heads."""
     if widths is None:
         return o, final_state, states
     whole = o.unflatten(2, (-1, widths.parts)).flatten(3, 4)
@@ -117,10 +117,10 @@ def _narrow_states(x: Tensor, widths: Widths, v_first: bool) -> Tensor:
     return (x if v_first else x.movedim(3, 2)).flatten(1, 2)
 
 
-def _wide_states(x: Tensor, widths: Widths, v_first: bool) -> Tensor:
-    """[..., heads, K, V] or [..., heads, V, K] of the kernels -> of the caller."""
-    if x.ndim == 1:  # not asked for
-        return x
+def _wide_states(x: Tensor | None, widths: Widths, v_first: bool) -> Tensor | None:
+    """[..., heads, K, V] or [..., heads, V, K] of the kernels -> of the caller; None for None."""
+    if x is None:
+        return None
     x = x.unflatten(-3, (-1, widths.parts))
     if v_first:
         return x.flatten(-3, -2)[..., : widths.V, : widths.K].contiguous()

@@ -226,11 +226,13 @@ def has_launch_hooks(*kernels: Any) -> bool:
         knobs = sys.modules["triton"].knobs
         runtime = knobs.runtime
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        for kernel in kernels:
+            if kernel.pre_run_hooks:
+                return True
         return bool(
             # Each is a chain of hooks, which may be empty, or one hook, or None.
             getattr(enter, "calls", enter)
             or getattr(leave, "calls", leave)
-            or any(kernel.pre_run_hooks for kernel in kernels)
             or runtime.debug
             or runtime.add_stages_inspection_hook
             or knobs.compilation.instrumentation_mode
@@ -246,7 +248,7 @@ class PointerSlot(NamedTuple):
     """An argument of a launch, or a field of a record, that is computed from an address.
 
     Attributes:
-        slot: Index among the launcher's arguments, or in the record.
+        slot: Index in `RecordedLaunch.arguments`.
         tensor: The tensor; after `RecordedLaunch.rebind`, its number.
         offset: Bytes behind the tensor's first element.
     """
@@ -257,17 +259,16 @@ class PointerSlot(NamedTuple):
 
 
 class RecordSlot(NamedTuple):
-    """A record among the arguments of a launch.
+    """A record among the arguments of a launch, with tensors among its fields.
 
     Attributes:
-        slot: Index among the launcher's arguments.
-        fields: Its fields. Tensors are placeholders.
-        pointers: Slots of tensors in it.
+        slot: Index in `RecordedLaunch.arguments`.
+        begin, end: Where its fields are there.
     """
 
     slot: int
-    fields: list[Any]
-    pointers: tuple[PointerSlot, ...]
+    begin: int
+    end: int
 
 
 class RecordedLaunch(NamedTuple):
@@ -275,7 +276,8 @@ class RecordedLaunch(NamedTuple):
 
     Attributes:
         launch, programs: The kernel, and the size of the grid.
-        arguments: Of the launcher. Entries at the slots below are placeholders.
+        arguments: Of the launcher, then the fields of its records. Entries at the slots below are placeholders.
+        own: Number of the launcher's arguments.
         pointers: Slots of tensors.
         records: Slots of records that have tensors.
         descriptors: Slots of tensor descriptors.
@@ -286,6 +288,7 @@ class RecordedLaunch(NamedTuple):
     launch: CompiledLaunch
     programs: int
     arguments: list[Any]
+    own: int
     pointers: tuple[PointerSlot, ...]
     records: tuple[RecordSlot, ...]
     descriptors: tuple[PointerSlot, ...]
@@ -298,23 +301,16 @@ class RecordedLaunch(NamedTuple):
         def numbered(slots: Sequence[PointerSlot]) -> tuple[PointerSlot, ...]:
             return tuple([PointerSlot(slot, *to(x, offset)) for slot, x, offset in slots])
 
-        return self._replace(
-            pointers=numbered(self.pointers),
-            records=tuple([record._replace(pointers=numbered(record.pointers)) for record in self.records]),
-            descriptors=numbered(self.descriptors),
-        )
+        return self._replace(pointers=numbered(self.pointers), descriptors=numbered(self.descriptors))
 
     def replay(self, stream: Any, tensors: Sequence[Any], addresses: Sequence[int]) -> None:
         """Launch on numbered tensors at these addresses. The tensors themselves are not read."""
-        launch, programs, arguments, pointers, records, descriptors, encoders, encoded = self
+        launch, programs, arguments, own, pointers, records, descriptors, encoders, encoded = self
         arguments = arguments.copy()
         for slot, number, offset in pointers:
             arguments[slot] = addresses[number] + offset
-        for place, fields, inner in records:
-            fields = fields.copy()
-            for slot, number, offset in inner:
-                fields[slot] = addresses[number] + offset
-            arguments[place] = tuple(fields)
+        for slot, begin, end in records:
+            arguments[slot] = tuple(arguments[begin:end])
         for n, (slot, number, offset) in enumerate(descriptors):
             address = addresses[number] + offset
             known, encoding = encoded[n]
@@ -322,21 +318,22 @@ class RecordedLaunch(NamedTuple):
                 encoding = encoders[n](address)
                 encoded[n] = address, encoding  # one assignment: other threads replay this launch as well
             arguments[slot] = encoding
-        launch.run(programs, 1, 1, stream, launch.function, launch.metadata, None, None, None, *arguments)
+        run, function, metadata, *_ = launch
+        run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments[:own])
 
 
 def _recorded_launch(launch: CompiledLaunch, programs: int, arguments: tuple[Any, ...]) -> RecordedLaunch | None:
     """A launch in the form that can be replayed; None if Triton has to expand its descriptors."""
     expanders = dict(launch.expanders)
     flat: list[Any] = []
-    pointers, records, descriptors, encoders = [], [], [], []
+    pointers, descriptors, encoders = [], [], []
+    records: list[tuple[int, tuple[Any, ...]]] = []
     for place, x in enumerate(arguments):
         if isinstance(x, Tensor):
             pointers.append(PointerSlot(len(flat), x, 0))
             flat.append(0)
         elif isinstance(x, tuple) and any(isinstance(field, Tensor) for field in x):
-            inner = tuple([PointerSlot(n, field, 0) for n, field in enumerate(x) if isinstance(field, Tensor)])
-            records.append(RecordSlot(len(flat), [None if isinstance(f, Tensor) else f for f in x], inner))
+            records.append((len(flat), x))
             flat.append(None)
         elif hasattr(x, "block_shape"):
             encode = expanders[place].encoder(x) if place in expanders else None
@@ -348,9 +345,14 @@ def _recorded_launch(launch: CompiledLaunch, programs: int, arguments: tuple[Any
         else:
             flat.append(x)
     flat += launch.constants
+    own, slots = len(flat), []
+    for slot, fields in records:
+        slots.append(RecordSlot(slot, len(flat), len(flat) + len(fields)))
+        pointers += [PointerSlot(len(flat) + n, x, 0) for n, x in enumerate(fields) if isinstance(x, Tensor)]
+        flat += [0 if isinstance(x, Tensor) else x for x in fields]
     encoded = [(-1, None)] * len(descriptors)
     return RecordedLaunch(
-        launch, programs, flat, tuple(pointers), tuple(records), tuple(descriptors), tuple(encoders), encoded
+        launch, programs, flat, own, tuple(pointers), tuple(slots), tuple(descriptors), tuple(encoders), encoded
     )
 
 

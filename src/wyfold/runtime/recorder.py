@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wyfold.runtime import kernel_launch, torch_modes
-from wyfold.runtime.recording import Allocate, Free, Operation, Recording, Step, View, WaitCollective
+from wyfold.runtime.recording import Allocate, Free, Operation, Recording, Step, View, WaitCollective, allocator
 from wyfold.runtime.side_stream import ForkJoin
 
 Result = TypeVar("Result")
@@ -108,6 +108,7 @@ class _Recorder(OperationMode):
 
     Attributes:
         given, device: Arguments of the call, and its device.
+        make: Allocates memory there in a replay.
         locations: `id` of each live tensor -> its location.
         weakrefs: The same keys -> a reference whose callback reports the end of the tensor.
         allocated: Number -> the tensor as it was allocated.
@@ -123,6 +124,7 @@ class _Recorder(OperationMode):
     def __init__(self, given: tuple[Any, ...]):
         super().__init__()
         self.given, self.device = given, given[0].device
+        self.make = allocator(self.device)
         self.locations: dict[int, _Location] = {}
         self.weakrefs: dict[int, weakref.ref[Tensor]] = {}
         self.allocated: dict[int, weakref.ref[Tensor]] = {}
@@ -153,7 +155,7 @@ class _Recorder(OperationMode):
                 raise _NotRecordable(f"{name} is called while a side stream is forked")
             if name in ALLOCATIONS:
                 number = self.number_allocation(result)
-                self.steps.append(Allocate(number, tuple(result.shape), result.stride(), result.dtype, self.device))
+                self.steps.append(Allocate(number, tuple(result.shape), result.stride(), result.dtype, self.make))
             elif func.is_view:
                 for view in (result,) if isinstance(result, Tensor) else result:
                     self.track_view(args[0], view)
@@ -279,7 +281,7 @@ class _Recorder(OperationMode):
         for number in pooled:
             moved[number] = workspace, size
             size += -(-self.sizes[number] // ALIGNMENT) * ALIGNMENT
-        steps: list[Step] = [Allocate(workspace, (size,), (1,), torch.uint8, self.device)] if pooled else []
+        steps: list[Step] = [Allocate(workspace, (size,), (1,), torch.uint8, self.make)] if pooled else []
         for step in self.steps:
             if type(step) is Allocate and step.tensor in returned:
                 x = returned[step.tensor]

@@ -120,15 +120,28 @@ class Allocate(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    device: torch.device
+    make: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
     def replay(self, stream: Any, tensors: list[Any], addresses: list[int]) -> None:
-        number, shape, stride, dtype, device = self
-        tensors[number] = x = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        number, shape, stride, dtype, make = self
+        tensors[number] = x = make(shape, stride, dtype)
         addresses[number] = x.data_ptr()
 
     def rebind(self, to: Callable[[Any, int], tuple[Any, int]]) -> Allocate:
         return self
+
+
+def allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    """A function that allocates a tensor on a device, which is the current one, from shape, strides and dtype.
+
+    PyTorch's compiled graphs allocate by the same functions, in half the time of `torch.empty_strided`. Where
+    deterministic algorithms are demanded, `torch.empty_strided` fills the memory, and they do not.
+    """
+    fast = None if torch.are_deterministic_algorithms_enabled() else _FAST_EMPTY.get(device.type)
+    return fast or (lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype, device=device))
+
+
+_FAST_EMPTY = {name: getattr(torch._C._dynamo.guards, f"_empty_strided_{name}", None) for name in ("cpu", "cuda")}
 
 
 class Free(NamedTuple):

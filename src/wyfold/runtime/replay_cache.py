@@ -4,11 +4,14 @@ Between an operator's arguments and its launches there is Python code that reads
 plans, makes views, allocates memory and looks up the kernel of each launch. Calls with equal metadata therefore issue
 the same launches with the same numbers; only addresses differ.
 
-There are two boundaries, with one kind of cache key (`_key`):
+There are two boundaries, with one kind of cache key (`_look_up`):
 
 - A registered operator (`torch_ops.call`), in either direction. Its schema lists every tensor, list and scalar.
 - A public function (`planned`), whose arguments are two tuples: tensors, and everything else. Its plan is cached for
   every call. Its launches are recorded for a call without gradients, where no registered operator is reached at all.
+  With gradients, its entry has the recording of the first registered operator in it (`call_around`).
+
+A key costs more time than the replay of a short call. So a call is first compared with the last one like it (`_Alike`).
 
 Behind a boundary are module-level functions that see the arguments and nothing else. So the key, which has every
 argument, has everything that a launch can depend on. A boundary treats calls with one key in order:
@@ -25,7 +28,9 @@ other mode that observes it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from operator import is_
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -63,8 +68,36 @@ class _Entry:
         self.recording: Recording | str | None = None
 
 
+class _Alike(NamedTuple):
+    """What is remembered of a call, by which the next one like it is recognised without building its key.
+
+    Attributes:
+        check: `_comparison` with its tensors.
+        places: For each tensor 1 + its address modulo 16; 0 if it has no memory, and -1 for None.
+        device: Type of its device.
+        state: Types of the values, whether autograd is on, and `_process_state`.
+        entry: The entry of its key.
+        held: Whether the memory of all tensors has their values.
+        differentiated: Whether a tensor requires a gradient.
+    """
+
+    check: Callable[..., bool]
+    places: list[int]
+    device: str
+    state: tuple[Any, ...]
+    entry: _Entry
+    held: bool
+    differentiated: bool
+
+
+_KINDS = frozenset((type(None), Tensor, torch.nn.Parameter))
+"""Types of the tensors of a call of which anything is kept."""
+
 _entries: dict[tuple[Any, ...], _Entry] = {}
 """Cache key -> what is known of such calls."""
+
+_alike: dict[tuple[Any, ...], _Alike] = {}
+"""Head, values, and shape of the first tensor -> the last such call."""
 
 _precompiled: set[tuple[Any, ...]] = set()
 """Keys of calls whose kernels were precompiled. Lengths and real numbers are not part of these keys."""
@@ -107,7 +140,39 @@ def planned(operator: PublicOperator[Plan, Result], tensors: tuple[Any, ...], va
     if known.is_second():
         recorded: Result = known.record(lambda: operator.run(plan, tensors, values))
         return recorded
-    return operator.run(plan, tensors, values)
+    _thread.around = known
+    try:
+        return operator.run(plan, tensors, values)
+    finally:
+        _thread.around = None
+
+
+class _ThreadState(threading.local):
+    """State of a thread.
+
+    Attributes:
+        around: The differentiated call of a public function that this thread is in; None after the first call of a
+            registered operator in it.
+    """
+
+    around: KnownCall | None = None
+
+
+_thread = _ThreadState()
+
+
+def call_around(arguments: tuple[Any, ...], tensors: int) -> KnownCall | None:
+    """The differentiated call whose key serves this call of a registered operator as well; None if there is none.
+
+    That is so for the first call of a registered operator, if it gets the same tensors: its other arguments follow from
+    the key of the public function.
+
+    Args:
+        arguments: Of the registered operator.
+        tensors: Number of its tensors, if they are its first arguments; else 0.
+    """
+    around, _thread.around = _thread.around, None
+    return around if around is not None and around.serves(arguments, tensors) else None
 
 
 def find_call(head: Any, tensors: tuple[Any, ...], values: tuple[Any, ...]) -> KnownCall | None:
@@ -120,39 +185,54 @@ def find_call(head: Any, tensors: tuple[Any, ...], values: tuple[Any, ...]) -> K
     plain = torch_modes.in_plain_eager()
     if not plain and (torch.compiler.is_compiling() or torch_modes.tracing() is not None):
         return None
-    if explaining() or check.checking_contents() or not isinstance(tensors[0], Tensor):
+    if explaining() or check.checking_contents() or tensors[0] is None or not _KINDS.issuperset(map(type, tensors)):
         return None
-    addresses: list[int] = []
     try:
-        key, unfit = _key(head, tensors, values, addresses)
-        entry = _entries.get(key)
+        addresses = [-1 if x is None else x.data_ptr() for x in tensors]
+        places = [address if address <= 0 else 1 + address % 16 for address in addresses]
+        about = head, values, tensors[0].shape
+        alike = _alike.get(about)
+        if (
+            alike is None
+            or alike.places != places
+            or alike.state != (tuple(map(type, values)), torch.is_grad_enabled(), *_process_state(alike.device))
+            or not alike.check(*[x for x in tensors if x is not None])
+        ):
+            alike = _look_up(head, values, tensors, places)
+            _keep(_alike, about, alike)
     except (TypeError, RuntimeError):
-        # A tensor without strides or storage, an argument that is no tensor, or a value that cannot be hashed.
+        # A tensor without strides or storage, or a value that cannot be hashed.
         return None
-    if entry is None:
-        if len(_entries) >= CAPACITY:
-            _entries.clear()
-        entry = _entries[key] = _Entry()
-    recordable = plain and not unfit and tensors[0].device.type in DEVICES
-    return KnownCall(entry, recordable, head, tensors, values, addresses)
+    held = plain and alike.held and alike.device in DEVICES
+    return KnownCall(alike.entry, held, held and not alike.differentiated, head, tensors, values, addresses)
 
 
 class KnownCall:
     """A call, and what is known of calls with its key."""
 
-    __slots__ = ("_addresses", "_entry", "_head", "_recordable", "_tensors", "_values")
+    __slots__ = ("_addresses", "_entry", "_head", "_held", "_recordable", "_tensors", "_values")
 
     def __init__(
         self,
         entry: _Entry,
+        held: bool,
         recordable: bool,
         head: Any,
         tensors: tuple[Any, ...],
         values: tuple[Any, ...],
         addresses: list[int],
     ):
-        self._entry, self._recordable, self._head = entry, recordable, head
+        self._entry, self._held, self._recordable, self._head = entry, held, recordable, head
         self._tensors, self._values, self._addresses = tensors, values, addresses
+
+    def serves(self, arguments: tuple[Any, ...], tensors: int) -> bool:
+        """Whether this is a differentiated call that serves a registered operator (`call_around`); from now on it does.
+
+        Its entry then has the operator's recording, because the call as a whole is never recorded.
+        """
+        inside = self._held and not self._recordable and tensors == len(self._tensors)
+        self._recordable = inside and all(map(is_, self._tensors, arguments))
+        return self._recordable
 
     def plan_by(self, make_plan: Callable[[Any, Any], Plan]) -> Plan:
         """The plan of the calls with this key."""
@@ -216,6 +296,7 @@ class KnownCall:
 def forget() -> None:
     """Clear the cache, after a change of something that the package reads once."""
     _entries.clear()
+    _alike.clear()
     _precompiled.clear()
 
 
@@ -224,48 +305,62 @@ def _widths(x: Tensor) -> tuple[int, ...]:
     return tuple(x.shape[-2 if x.dim() > 3 else -1 :]) if x.is_floating_point() else ()
 
 
-def _key(
-    head: Any, tensors: tuple[Any, ...], values: tuple[Any, ...], addresses: list[int]
-) -> tuple[tuple[Any, ...], bool]:
-    """Cache key of a call: everything it may depend on, by value.
+def _look_up(head: Any, values: tuple[Any, ...], tensors: tuple[Any, ...], places: list[int]) -> _Alike:
+    """The cache entry of a call, by its key: everything it may depend on, by value.
 
     Kernels and launchers depend on an address only through its remainder modulo 16. The types of the values are part of
     the key: 1 equals True, but is not a legal flag.
 
     Args:
-        head, tensors, values: As for `find_call`.
-        addresses: Filled with the tensors' addresses, 0 for None.
-
-    Returns:
-        The key, and whether the call must not be recorded because of its tensors: one requires a gradient, or its
-        memory does not hold its values.
+        head, values, tensors: As for `find_call`.
+        places: As of `_Alike`.
     """
-    device = tensors[0].device
-    differentiable, unfit = torch.is_grad_enabled(), False
-    key: list[Any] = [head, values, tuple(map(type, values)), *_process_state(device.type)]
-    for x in tensors:
-        if x is None:
-            addresses.append(0)
-            key.append(None)
-            continue
-        kind = type(x)
-        if kind is not Tensor and kind is not torch.nn.Parameter:
-            raise TypeError(f"{kind.__name__} is no plain tensor")
-        address = x.data_ptr()
-        addresses.append(address)
-        key += x.shape, x.stride(), x.dtype, x.device, address % 16
-        if differentiable and x.requires_grad:
-            key.append(True)
-            unfit = True
-        # A tensor without memory is a placeholder. A lazily negated one does not hold its values.
-        elif (not address and x.numel()) or x.is_neg():
-            unfit = True
-    return tuple(key), unfit
+    given = [x for x in tensors if x is not None]
+    device = given[0].device.type
+    state = tuple(map(type, values)), torch.is_grad_enabled(), *_process_state(device)
+    gradients = [torch.is_grad_enabled() and x.requires_grad for x in given]
+    metadata = [(x.shape, x.stride(), x.dtype, x.device) for x in given]
+    key = head, values, *state, *places, *metadata, *gradients
+    entry = _entries.get(key)
+    if entry is None:
+        entry = _Entry()
+        _keep(_entries, key, entry)
+    # A tensor without memory is a placeholder. A lazily negated one does not hold its values.
+    held = not any(x.is_neg() or (x.numel() and not x.data_ptr()) for x in given)
+    return _Alike(_comparison(given), places, device, state, entry, held, any(gradients))
+
+
+def _comparison(tensors: list[Tensor]) -> Callable[..., bool]:
+    """A function that compares other tensors with these: type, dispatch keys, dtype, device, shape, strides, gradient.
+
+    PyTorch's compiler guards its graphs by this class. It takes a sixth of the time of reading the metadata. In a
+    version without it every call is looked up by its key.
+    """
+    if _Guards is None:
+        return lambda *_: False
+    shapes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+    compare: Callable[..., bool] = _Guards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+    return compare
+
+
+_Guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+
+
+def _keep(cache: dict[Any, Any], key: tuple[Any, ...], value: Any) -> None:
+    """Store in a cache of at most `CAPACITY` entries."""
+    if len(cache) >= CAPACITY:
+        cache.clear()
+    cache[key] = value
 
 
 def _process_state(device: str) -> tuple[Any, ...]:
     """State of the process that plans and launches read."""
-    around = kernel_configs.table_version(), segment_rule.forcing(), torch_modes.autocast_dtype(device)
+    around = (
+        kernel_configs.table_version(),
+        segment_rule.forcing(),
+        torch_modes.autocast_dtype(device),
+        torch.are_deterministic_algorithms_enabled(),
+    )
     return around if device == "cuda" else (*around, triton_support.interpreter_state())
 
 

@@ -76,12 +76,15 @@ class _Registered:
     Attributes:
         name: As in the schema.
         run: The implementation.
+        leading: Number of tensors if they are the first arguments, else 0.
     """
 
     def __init__(self, operator: Any, run: Callable[..., Any], lengths: tuple[str, ...]):
         self.name, self.run = operator._schema.name.partition("::")[2], run
         kinds = [_argument_kind(argument, lengths) for argument in operator._schema.arguments]
         self._tensors, self._values = (_picker(kinds, kind) for kind in ("tensor", "value"))
+        tensors = sum("tensor" in kind for kind in kinds)
+        self.leading = tensors if {*kinds[:tensors]} == {"tensor"} else 0
         places = {kind: [n for n, other in enumerate(kinds) if other == kind] for kind in kinds}
         self._tensor_lists, self._lists = places.get("tensors", []), places.get("values", [])
         self._lengths = places.get("length", []), places.get("lengths", [])
@@ -156,7 +159,10 @@ def call(operator: Callable[..., Any], *arguments: Any) -> Any:
         return operator(*arguments)
     known = None
     if arguments[0].device.type in replay_cache.DEVICES and not (torch_modes.bypassing() or torch.is_grad_enabled()):
-        known = replay_cache.find_call(registered.name, *registered.split(arguments))
+        if registered.leading:
+            known = replay_cache.call_around(arguments, registered.leading)
+        if known is None:
+            known = replay_cache.find_call(registered.name, *registered.split(arguments))
         if known is not None and known.can_replay():
             return known.replay()
     if not can_skip_dispatch(*arguments):
@@ -339,8 +345,10 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def once(ctx: Any, *gradients: Any) -> Any:
-        if not torch.compiler.is_compiling() and any(dx is not None and _is_batched(dx) for dx in gradients):
-            return _backward_by_member(backward, ctx, gradients)
+        if not torch.compiler.is_compiling():
+            for dx in gradients:
+                if dx is not None and _is_batched(dx):
+                    return _backward_by_member(backward, ctx, gradients)
         if not torch.is_grad_enabled():
             return backward(ctx, *gradients)
         node = _UnpackedContext(ctx)
@@ -438,6 +446,8 @@ def apply(op: str, function: type[torch.autograd.Function], *arguments: Any) -> 
     They trace `function.forward`, which calls the registered operator. That operator uses its function again at run
     time. Where no derivative can be taken, `function.forward` is called alone as well.
     """
+    if torch_modes.in_plain_eager() and torch.is_grad_enabled():
+        return function.apply(*arguments)
     if traced() or not torch_modes.differentiating():
         return function.forward(_DiscardingContext(), *arguments)
     if torch.compiler.is_compiling():
