@@ -51,10 +51,10 @@ RUNS = {
         test_prepare_channel.judge, call=test_prepare_channel.draw(T=192, HV=1)
     ),
     "gradients, scalar gate": lambda: partial(
-        test_gradients.judge, call=test_gradients.draw("scalar", T=120, cu=[0, 64, 100], norm=True)
+        test_gradients.judge, call=test_gradients.draw("scalar", T=120, cu=[0, 64, 100], group=2, norm=True)
     ),
     "gradients, gate over channels": lambda: partial(
-        test_gradients.judge, call=test_gradients.draw("channel", T=120, cu=[0, 64, 100], norm=True)
+        test_gradients.judge, call=test_gradients.draw("channel", T=120, cu=[0, 64, 100], group=2, norm=True)
     ),
 }
 """By kernel: a function that draws a call and returns a function that runs and checks it on a machine."""

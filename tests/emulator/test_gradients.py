@@ -34,13 +34,19 @@ CALLS = [
     {"T": 200, "H": 2, "norm": True, "activated": torch.bfloat16},
     {"T": 200, "cu": [0, 70, 190], "activated": torch.float32},
     {"T": 200, "cu": [0, 70, 190], "gate": "harsh", "norm": True, "erases": False},
+    {"H": 2, "group": 2},
+    {"T": 200, "cu": [0, 70, 190], "group": 3, "norm": True, "activated": torch.bfloat16},
+    {"gate": "harsh", "group": 4, "T": 90},
 ]
 KINDS = ["channel", "scalar", "none"]
 CASES = cases(CALLS, KINDS)
 
 
 class Tokens(NamedTuple):
-    """Per-token tensors, [B, T, H, ..] or the rows of one head; g: log gates, one or K numbers a token."""
+    """Per-token tensors, [B, T, H, ..] or the rows of one value head; g: log gates, one or K numbers a token.
+
+    Only q and k have key heads; all others have value heads.
+    """
 
     q: Tensor
     k: Tensor
@@ -95,14 +101,15 @@ def draw(
     T: int = 128,
     B: int = 1,
     H: int = 1,
+    group: int = 1,
     cu: list[int] | None = None,
     strided: bool = False,
     norm: bool = False,
     activated: torch.dtype | None = None,
     erases: bool = True,
 ) -> Call:
-    """A random call; activated: the gate has this dtype, and the kernel computes the log gate from it."""
-    x, raw, parameters = drawn(kind, gate, (B, T, H), norm, activated)
+    """A random call; group: value heads of a key head; activated: dtype of a gate whose activation is inside."""
+    x, raw, parameters = drawn(kind, gate, (B, T, H), group, norm, activated)
     spans = [(0, a, b) for a, b in itertools.pairwise(cu)] if cu else [(b, 0, T) for b in range(B)]
     want = truth(x, raw, spans, norm, parameters, erases)
     grid = chunk_grid(B, T, C, torch.tensor(cu) if cu else None)
@@ -119,11 +126,12 @@ def draw(
 
 
 def drawn(
-    kind: str, gate: str, shape: tuple[int, int, int], norm: bool, activated: torch.dtype | None
+    kind: str, gate: str, shape: tuple[int, int, int], group: int, norm: bool, activated: torch.dtype | None
 ) -> tuple[Tokens, Tensor | None, dict[str, Tensor | None]]:
     """Tokens, the raw gate, and the parameters of its activation."""
-    T, H = shape[1:]
     q, k = (torch.randn(*shape, K) for _ in range(2))
+    shape = (*shape[:2], shape[2] * group)
+    T, HV = shape[1:]
     q, k = (x if norm else torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
     v, do = torch.randn(*shape, V).bfloat16(), torch.randn(*shape, V).bfloat16()
     width = K if kind == "channel" else 1
@@ -137,7 +145,7 @@ def drawn(
     raw, parameters = g, {"A_log": None, "dt_bias": None}
     if activated and kind != "none":
         raw = torch.randn(g.shape).to(activated)
-        parameters = {"A_log": 0.3 * torch.randn(H), "dt_bias": torch.randn(H, width).squeeze(-1) - 1}
+        parameters = {"A_log": 0.3 * torch.randn(HV), "dt_bias": torch.randn(HV, width).squeeze(-1) - 1}
         g = log_gate(raw.double(), *(x.double() for x in parameters.values() if x is not None))
     tokens = Tokens(q.bfloat16(), k.bfloat16(), v, g, torch.rand(*shape), do)
     return tokens, None if kind == "none" else raw if kind == "channel" else raw[..., 0], parameters
@@ -167,12 +175,12 @@ def truth(
         if end == begin:
             continue
         q, k, v, beta = (leaves[name][b : b + 1, begin:end] for name in ("q", "k", "v", "beta"))
-        g = torch.zeros(*q.shape[:3], 1).double()
+        g = torch.zeros(*v.shape[:3], 1).double()
         if raw is not None:
-            g = leaves["g"][b : b + 1, begin:end].reshape(*q.shape[:3], -1)
+            g = leaves["g"][b : b + 1, begin:end].reshape(*v.shape[:3], -1)
         if "A_log" in leaves:
             g = log_gate(g, leaves["A_log"], leaves["dt_bias"])
-        g = g.clamp(min=log_gate_floor(torch.float32)).expand(*q.shape[:3], K)
+        g = g.clamp(min=log_gate_floor(torch.float32)).expand(*v.shape[:3], K)
         if erases:
             y = reference.kda(q, k, v, g, beta, scale=SCALE, use_qk_l2norm_in_kernel=norm)[0]
         else:
@@ -184,7 +192,7 @@ def truth(
 
 def borders(x: Tokens, spans: list[tuple[int, int, int]], grid: Any, norm: bool, erases: bool) -> TokenBorders:
     """The output of `scan_bwd`, in float64 and then rounded."""
-    H = x.q.shape[2]
+    H, HV = x.q.shape[2], x.v.shape[2]
     wide = x._replace(
         q=x.q.double(), k=x.k.double(), v=x.v.double(), beta=x.beta.double()[..., None], do=x.do.double(),
         g=x.g.double().clamp(min=log_gate_floor(torch.float32)),
@@ -192,11 +200,12 @@ def borders(x: Tokens, spans: list[tuple[int, int, int]], grid: Any, norm: bool,
     if norm:
         q, k = unit_rows(wide.q, wide.k)
         wide = wide._replace(q=q, k=k)
-    S_, dS_ = torch.full((2, grid.chunks * H, V, K), 7.0)
-    e_, X_ = torch.full((2, grid.chunks * H, C, V), 7.0)
+    wide = wide._replace(q=wide.q.repeat_interleave(HV // H, 2), k=wide.k.repeat_interleave(HV // H, 2))
+    S_, dS_ = torch.full((2, grid.chunks * HV, V, K), 7.0)
+    e_, X_ = torch.full((2, grid.chunks * HV, C, V), 7.0)
     for n, (b, begin, end) in enumerate(spans):
         first = n * grid.per_sequence if grid.cu is None else int(grid.first[n])
-        for h in range(H):
+        for h in range(HV):
             chunks = [Chunk(*(y[b, t : min(t + C, end), h] for y in wide), erases) for t in range(begin, end, C)]
             S, states = torch.zeros(K, V).double(), []
             for one in chunks:
@@ -204,7 +213,7 @@ def borders(x: Tokens, spans: list[tuple[int, int, int]], grid: Any, norm: bool,
                 S = one.total.exp()[:, None] * S + one.k_out.T @ (one.A @ (one.beta * one.R(S)))
             dS = torch.zeros(K, V).double()
             for c in reversed(range(len(chunks))):
-                one, S, tile = chunks[c], states[c], (first + c) * H + h
+                one, S, tile = chunks[c], states[c], (first + c) * HV + h
                 X = one.A.T @ (SCALE * one.P.T @ one.do + one.k_out @ dS)
                 S_[tile], dS_[tile] = S.T, dS.T / SCALE
                 e_[tile], X_[tile] = 0, 0

@@ -1,11 +1,13 @@
-"""`gradients` in Gluon for Hopper under a channel gate: bfloat16, chunks of 64, K = V = 128, one value head per key
-head.
+"""`gradients` in Gluon for Hopper under a channel gate: bfloat16, chunks of 64, K = V = 128.
 
-One program computes one half of the channels of one chunk and head. It issues all its loads at the start. Its shared
-memory lets two programs fit a multiprocessor (a test of `tests/compile/test_gradients_gluon.py`). Both programs of a
-chunk compute the gradients of the grams, which need all of V. They are neighbours in the grid, so that the second
-load of e, X and do can hit L2. Tiles are [channel, token], so a token's decay scales a left operand in registers, and
-no decayed row is ever stored.
+One program computes one half of the channels of one chunk and key head, value head by value head. It issues all loads
+of a value head before it computes with it. Its shared memory lets two programs fit a multiprocessor (a test of
+`tests/compile/test_gradients_gluon.py`). Both programs of a chunk compute the gradients of the grams, which need all of
+V. They are neighbours in the grid, so that the second load of e, X and do can hit L2. Tiles are [channel, token], so a
+token's decay scales a left operand in registers, and no decayed row is ever stored.
+
+dq and dk are sums over the value heads, in their order. Each thread adds what it computed for a head to its part of the
+sums, in float32 in global memory (`sum_tile`), since the tiles of a head take all registers and shared memory.
 
 **Letters** that docs/algorithm.md lacks, or uses for something else:
 
@@ -65,6 +67,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -85,6 +88,7 @@ from wyfold.kernels.gradients.gluon.tokens import (
     store_rows,
     store_scalars,
     store_token_tile,
+    sum_tile,
 )
 from wyfold.kernels.gradients.triton import Factors
 from wyfold.kernels.records import GradientOutputs, TokenBorders
@@ -123,24 +127,25 @@ def gradients(
         key: Launch configuration key.
         out: Written, as by the Triton launch.
     """
-    (HV, V), K, C = do.shape[2:], q.shape[3], grid.chunk_size
+    (H, K), (HV, V), C = q.shape[2:], do.shape[2:], grid.chunk_size
     config = tuned("gradients.gluon", key, q.device)
     read_q, read_k, read_do, read_g = reads = [_readable(x) for x in (q, k, do, g)]
     wanted = [(out.q, read_q), (out.k, read_k), (out.g, read_g)]
     out_q, out_k, out_g = (_output_buffer(to, like) for to, like in wanted)
     dA_log = ddt_bias = norm_dots = None
     if options.qk_l2norm:
-        norm_dots = q.new_empty(grid.chunks * HV, 2, 2, C, dtype=torch.float32)
+        norm_dots = q.new_empty(grid.chunks * H, 2, 2, C, dtype=torch.float32)
     if out.A_log is not None:
         dA_log = q.new_empty(grid.chunks, HV, 2, dtype=torch.float32)
     if out.dt_bias is not None:
         ddt_bias = q.new_empty(grid.chunks, HV, K, dtype=torch.float32)
+    sums = q.new_empty(grid.chunks * H * 2, 4, C // 2, K // 2, dtype=torch.float32) if HV > H else None
     x_q, x_k, x_do, x_g, x_dq, x_dk, x_dg, x_S, x_dS, x_e, x_X = _descriptors(
         [*reads, out_q, out_k, out_g], borders, C, K // 2
     )
     launch_kernel(
         wyfold_gradients_channel_gluon,
-        grid.chunks * HV * 2,
+        grid.chunks * H * 2,
         x_q=x_q,
         x_k=x_k,
         x_do=x_do,
@@ -175,6 +180,7 @@ def gradients(
             s_dv=strides(out.v),
             dbeta=out.beta,
             s_dbeta=strides(out.beta),
+            sums=sums,
         ),
         dgate=GateGradient(g=out_g, s_g=out_g.stride(), A_log=dA_log, dt_bias=ddt_bias),
         packing=Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),
@@ -182,7 +188,7 @@ def gradients(
         N=grid.sequences,
         T=grid.tokens,
         per_sequence=grid.per_sequence,
-        SIZES=Sizes(HV=HV, K=K, V=V, BT=C),
+        SIZES=Sizes(H=H, HV=HV, K=K, V=V, BT=C),
         FLAGS=Flags(
             PACKED=grid.cu is not None,
             WHOLE=grid.cu is None and grid.tokens % C == 0,
@@ -196,7 +202,7 @@ def gradients(
     if norm_dots is not None:
         launch_kernel(
             wyfold_gradients_norm_gluon,
-            grid.chunks * HV,
+            grid.chunks * H,
             p_q=read_q,
             p_k=read_k,
             s_q=read_q.stride(),
@@ -212,7 +218,7 @@ def gradients(
             N=grid.sequences,
             T=grid.tokens,
             per_sequence=grid.per_sequence,
-            HV=HV,
+            H=H,
             K=K,
             BT=C,
             PACKED=grid.cu is not None,
@@ -260,8 +266,8 @@ class Tokens(NamedTuple):
         h_q, h_k, h_do, h_g: Distances between heads.
         q, s_q, k, s_k: Rows of q and k, and their strides, for the norms.
         X: [tiles, BT, V] of `TokenBorders`.
-        norm_dots: [tiles, 2, 2, BT] products of rows and gradients, written for `wyfold_gradients_norm_gluon`; None
-            without a norm.
+        norm_dots: [chunks and key heads, 2, 2, BT] products of rows and gradients, written for
+            `wyfold_gradients_norm_gluon`; None without a norm.
     """
 
     h_q: Any
@@ -280,6 +286,7 @@ class Tokens(NamedTuple):
 class Sizes(NamedTuple):
     """Constexprs: sizes of the call and of tiles."""
 
+    H: int
     HV: int
     K: int
     V: int
@@ -337,7 +344,8 @@ def wyfold_gradients_channel_gluon(
     SIZES: gl.constexpr,
     FLAGS: gl.constexpr,
 ):
-    """One program computes a chunk of one head, for half of its channels."""
+    """One program computes a chunk of one key head, for half of its channels."""
+    H: gl.constexpr = SIZES.H
     HV: gl.constexpr = SIZES.HV
     K: gl.constexpr = SIZES.K
     V: gl.constexpr = SIZES.V
@@ -348,6 +356,7 @@ def wyfold_gradients_channel_gluon(
     CLAMPED: gl.constexpr = FLAGS.CLAMPED
     NORM: gl.constexpr = FLAGS.NORM
     LOGIT: gl.constexpr = FLAGS.LOGIT
+    GR: gl.constexpr = HV // H
     BK: gl.constexpr = K // 2
     # An activation unrolled for all tokens exceeds the instruction cache and is fetched again for every chunk.
     ROLLED: gl.constexpr = ACTIVATION != "given" and x_g.dtype == gl.bfloat16
@@ -357,8 +366,8 @@ def wyfold_gradients_channel_gluon(
     NEAR: gl.constexpr = gl.BlockedLayout([8, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     ONE: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
     pid = gl.program_id(0).to(gl.int64)
-    i_tile, half = pid // 2, (pid % 2).to(gl.int32)
-    i_c, i_h = i_tile // HV, i_tile % HV
+    i_key, half = pid // 2, (pid % 2).to(gl.int32)
+    i_c, i_h = i_key // H, i_key % H
     column = half * BK
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     i_n, _, b, t, rows = chunk_span(i_c, packing, T, per_sequence, PACKED, BT)
@@ -367,28 +376,27 @@ def wyfold_gradients_channel_gluon(
     if PACKED:
         if i_n == N:
             zeros = gl.zeros([BT, BK], gl.float32, ROWS)
-            if outputs.dv is not None:
-                store_rows(outputs.dv, outputs.s_dv, coords, column, zeros, ROWS, BT, BK)
+            for r in range(GR):
+                value = Coords(b, t, coords.token, i_h * GR + r, rows)
+                if outputs.dv is not None:
+                    store_rows(outputs.dv, outputs.s_dv, value, column, zeros, ROWS, BT, BK)
             store_rows(outputs.dq, outputs.s_dq, coords, column, zeros, ROWS, BT, BK)
             store_rows(outputs.dk, outputs.s_dk, coords, column, zeros, ROWS, BT, BK)
-            store_rows(dgate.g, dgate.s_g, coords, column, zeros, ROWS, BT, BK)
-            if half == 0:
-                store_scalars(outputs.dbeta, outputs.s_dbeta, coords, o_1, gl.zeros([BT], gl.float32, ONE))
-            if dgate.A_log is not None:
-                gl.store(dgate.A_log + pid, 0.0)
-            if dgate.dt_bias is not None:
-                o_k = gl.arange(0, BK, layout=ONE)
-                gl.store(dgate.dt_bias + i_tile * K + column + o_k, gl.zeros([BK], gl.float32, ONE))
+            for r in range(GR):
+                value, i_tile = Coords(b, t, coords.token, i_h * GR + r, rows), i_key * GR + r
+                store_rows(dgate.g, dgate.s_g, value, column, zeros, ROWS, BT, BK)
+                if half == 0:
+                    store_scalars(outputs.dbeta, outputs.s_dbeta, value, o_1, gl.zeros([BT], gl.float32, ONE))
+                if dgate.A_log is not None:
+                    gl.store(dgate.A_log + _half_tile(pid, i_tile, half, GR), 0.0)
+                if dgate.dt_bias is not None:
+                    o_k = gl.arange(0, BK, layout=ONE)
+                    gl.store(dgate.dt_bias + i_tile * K + column + o_k, gl.zeros([BK], gl.float32, ONE))
             return
 
     t_q = gl.allocate_shared_memory(x_q.dtype, [BT, BK], x_q.layout)
     t_k = gl.allocate_shared_memory(x_k.dtype, [BT, BK], x_k.layout)
     t_g = gl.allocate_shared_memory(x_g.dtype, [BT, BK], x_g.layout)
-    t_do = gl.allocate_shared_memory(x_do.dtype, [BT, V], x_do.layout)
-    t_e = gl.allocate_shared_memory(x_e.dtype, [BT, V], x_e.layout)
-    t_X = gl.allocate_shared_memory(x_X.dtype, [BT, V], x_X.layout)
-    t_S = gl.allocate_shared_memory(x_S.dtype, [V, BK], x_S.layout)
-    t_dS = gl.allocate_shared_memory(x_dS.dtype, [V, BK], x_dS.layout)
     NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     betas = gl.allocate_shared_memory(gl.float32, [BT], NUMBERS)
     bars = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
@@ -396,244 +404,309 @@ def wyfold_gradients_channel_gluon(
         mbarrier.init(bars.index(i), count=1)
     fence_async_shared()
     barrier()
-    tile, values_ready, states_ready, tokens_ready = i_tile.to(gl.int32), bars.index(0), bars.index(1), bars.index(2)
-    column_q, column_k = (i_h * tokens.h_q).to(gl.int32) + column, (i_h * tokens.h_k).to(gl.int32) + column
-    column_g, column_do = (i_h * tokens.h_g).to(gl.int32) + column, (i_h * tokens.h_do).to(gl.int32)
-    mbarrier.expect(values_ready, x_X.block_type.nbytes + x_e.block_type.nbytes + x_do.block_type.nbytes)
-    tma_load(x_X, [tile * BT, 0], values_ready, t_X)
-    tma_load(x_e, [tile * BT, 0], values_ready, t_e)
-    tma_load(x_do, [coords.token, column_do], values_ready, t_do)
-    mbarrier.expect(states_ready, x_S.block_type.nbytes + x_dS.block_type.nbytes)
-    tma_load(x_S, [tile * V, column], states_ready, t_S)
-    tma_load(x_dS, [tile * V, column], states_ready, t_dS)
-    mbarrier.expect(tokens_ready, x_g.block_type.nbytes + x_q.block_type.nbytes + x_k.block_type.nbytes)
-    tma_load(x_g, [coords.token, column_g], tokens_ready, t_g)
-    tma_load(x_q, [coords.token, column_q], tokens_ready, t_q)
-    tma_load(x_k, [coords.token, column_k], tokens_ready, t_k)
+    for r in tl.range(GR, disable_licm=True):
+        value, i_tile = Coords(b, t, coords.token, i_h * GR + r, rows), i_key * GR + r
+        t_do = gl.allocate_shared_memory(x_do.dtype, [BT, V], x_do.layout)
+        t_e = gl.allocate_shared_memory(x_e.dtype, [BT, V], x_e.layout)
+        t_X = gl.allocate_shared_memory(x_X.dtype, [BT, V], x_X.layout)
+        t_S = gl.allocate_shared_memory(x_S.dtype, [V, BK], x_S.layout)
+        t_dS = gl.allocate_shared_memory(x_dS.dtype, [V, BK], x_dS.layout)
+        tile, values_ready, states_ready, tokens_ready = (
+            i_tile.to(gl.int32),
+            bars.index(0),
+            bars.index(1),
+            bars.index(2),
+        )
+        column_q, column_k = (i_h * tokens.h_q).to(gl.int32) + column, (i_h * tokens.h_k).to(gl.int32) + column
+        column_g, column_do = (value.h * tokens.h_g).to(gl.int32) + column, (value.h * tokens.h_do).to(gl.int32)
+        mbarrier.expect(values_ready, x_X.block_type.nbytes + x_e.block_type.nbytes + x_do.block_type.nbytes)
+        tma_load(x_X, [tile * BT, 0], values_ready, t_X)
+        tma_load(x_e, [tile * BT, 0], values_ready, t_e)
+        tma_load(x_do, [coords.token, column_do], values_ready, t_do)
+        mbarrier.expect(states_ready, x_S.block_type.nbytes + x_dS.block_type.nbytes)
+        tma_load(x_S, [tile * V, column], states_ready, t_S)
+        tma_load(x_dS, [tile * V, column], states_ready, t_dS)
+        if GR == 1 or r == 0:
+            mbarrier.expect(tokens_ready, x_g.block_type.nbytes + x_q.block_type.nbytes + x_k.block_type.nbytes)
+            tma_load(x_g, [coords.token, column_g], tokens_ready, t_g)
+            tma_load(x_q, [coords.token, column_q], tokens_ready, t_q)
+            tma_load(x_k, [coords.token, column_k], tokens_ready, t_k)
+        else:
+            mbarrier.expect(tokens_ready, x_g.block_type.nbytes)
+            tma_load(x_g, [coords.token, column_g], tokens_ready, t_g)
 
-    beta = gl.where(o_1 < rows, 1.0, 0.0)
-    if strength.beta is not None:
-        beta = load_scalars(strength.beta, strength.s_beta, coords, o_1)
-        if LOGIT:
-            beta = gl.where(o_1 < rows, sigmoid(beta) * strength.most, 0.0)
-    betas.store(beta)
-    norms_q, norms_k = betas, betas
-    if NORM:
-        norms_q = gl.allocate_shared_memory(gl.float32, [BT], NUMBERS)
-        norms_k = gl.allocate_shared_memory(gl.float32, [BT], NUMBERS)
-        norms_q.store(_reciprocal_norms(tokens.q, tokens.s_q, coords, ROWS, BT, K))
-        norms_k.store(_reciprocal_norms(tokens.k, tokens.s_k, coords, ROWS, BT, K))
-    rate = 1.0
-    if gate.A_log is not None:
-        rate = exp(gl.load(gate.A_log + i_h).to(gl.float32))
-    activation = GateActivation(rate, gate.lower_bound, gate.clamp)
-    if outputs.dv is not None:
-        # Half of v's columns, loaded from global memory: only dv needs X in this layout.
-        o_t, o_v = gl.arange(0, BT, layout=gl.SliceLayout(1, ROWS)), gl.arange(0, BK, layout=gl.SliceLayout(0, ROWS))
-        X = gl.load(tokens.X + i_tile * (BT * V) + column + o_t[:, None] * V + o_v[None, :]).to(gl.float32)
-        barrier()
-        X = X * (betas.load(gl.SliceLayout(1, ROWS)) * factors.unit)[:, None]
-        store_rows(outputs.dv, outputs.s_dv, coords, column, X, ROWS, BT, BK)
-    else:
-        barrier()
-
-    # Gradients of the grams, and rows through the states.
-    zero_acc = gl.zeros([BT, BT], gl.float32, LC)  # also of [BK, BT] and [BK, BK] products: BK = BT
-    mbarrier.wait(values_ready, 0)
-    if not WHOLE:
-        if rows < BT:
-            clear_rows(t_do, rows, BT, V)
-    dJ = warpgroup_mma(t_X, t_e.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
-    dP = warpgroup_mma(t_do, t_e.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
-    mbarrier.wait(states_ready, 0)
-    # Only the diagonal is used: <S, dS> of every channel. A product reads both states from shared memory; elementwise,
-    # both would be loaded into registers.
-    trace = warpgroup_mma(t_S.permute((1, 0)), t_dS, zero_acc, use_acc=False, is_async=True)
-    dJ, dP, trace = warpgroup_mma_wait(0, deps=[dJ, dP, trace])
-    dq = warpgroup_mma(t_S.permute((1, 0)), t_do.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
-    dk = warpgroup_mma(t_S.permute((1, 0)), t_X.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
-    dw = warpgroup_mma(t_dS.permute((1, 0)), t_e.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
-    o_r, o_c = gl.arange(0, BT, layout=gl.SliceLayout(1, LC)), gl.arange(0, BT, layout=gl.SliceLayout(0, LC))
-    carried = gl.sum(gl.where(o_r[:, None] == o_c[None, :], trace, 0.0), axis=1) * factors.unit
-    carried = gl.convert_layout(carried, CH, assert_trivial=True)
-    beta_r, beta_c = betas.load(gl.SliceLayout(1, LC)), betas.load(gl.SliceLayout(0, LC))
-    if outputs.dbeta is not None:
-        if half == 0:
-            dbeta = gl.sum(gl.where(o_r[:, None] == o_c[None, :], dJ, 0.0), axis=1) * factors.unit
+        beta = gl.where(o_1 < rows, 1.0, 0.0)
+        if strength.beta is not None:
+            beta = load_scalars(strength.beta, strength.s_beta, value, o_1)
             if LOGIT:
-                dbeta = sigmoid_bwd(load_scalars(strength.beta, strength.s_beta, coords, o_r), dbeta) * strength.most
-            store_scalars(outputs.dbeta, outputs.s_dbeta, coords, o_r, dbeta)
-    read, written = gl.full([BT], factors.scale, gl.float32, gl.SliceLayout(0, LC)), beta_c * factors.unit
-    erased = beta_c * factors.erased_unit
-    dP, dJ = dP * (factors.scale * beta_c)[None, :], dJ * (beta_c[None, :] * (-beta_r * factors.erased_unit)[:, None])
-    if NORM:
-        r_c = norms_k.load(gl.SliceLayout(0, LC))
-        read, written, erased = read * norms_q.load(gl.SliceLayout(0, LC)), written * r_c, erased * r_c
-        dP = dP * r_c[None, :] * norms_q.load(gl.SliceLayout(1, LC))[:, None]
-        dJ = dJ * r_c[None, :] * norms_k.load(gl.SliceLayout(1, LC))[:, None]
-    near_P, near_J = _own_sub_chunk_columns(dP, o_r), _own_sub_chunk_columns(dJ, o_r)
-    is_far = o_r[:, None] // 8 > o_c[None, :] // 8
-    far_P = _split4_columns(gl.where(is_far, dP, 0.0).to(x_q.dtype), L)
-    far_J = _split4_columns(gl.where(is_far, dJ, 0.0).to(x_q.dtype), L)
-
-    dq, dk, dw = warpgroup_mma_wait(0, deps=[dq, dk, dw])
-    # Only from here on may the allocator reuse these tiles. It tracks a tile's last textual use, but an asynchronous
-    # product reads its operands longer; `_keep_alive` is that last use.
-    barrier()
-    t_S._keep_alive()
-    t_dS._keep_alive()
-    t_e._keep_alive()
-    t_X._keep_alive()
-    t_do._keep_alive()
-    near = gl.allocate_shared_memory(gl.float32, [8 * BT, 2], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    near.store(gl.join(near_P, near_J).permute((1, 0, 2)).reshape([8 * BT, 2]))
-    PAIRS: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
-    P, J = _allocate4(x_q.dtype, BT, PAIRS), _allocate4(x_q.dtype, BT, PAIRS)
-    for n in gl.static_range(4):
-        P[n].store(far_P[n])
-        J[n].store(far_J[n])
-    fence_async_shared()
-    barrier()
-    # Accumulators of the quarters, [BK, 16] each; so far they hold the gradients through the states.
-    dq0, dq1, dq2, dq3 = _split4_columns(dq * read[None, :], L)
-    dk0, dk1, dk2, dk3 = _split4_columns(dk * -erased[None, :], L)
-    dw0, dw1, dw2, dw3 = _split4_columns(dw * written[None, :], L)
-
-    # Decays, in the shared memory of the states.
-    mbarrier.wait(tokens_ready, 0)
-    if not WHOLE:
-        if rows < BT:
-            clear_rows(t_q, rows, BT, BK)
-            clear_rows(t_k, rows, BT, BK)
-            clear_rows(t_g, rows, BT, BK)
-    DECAYS: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 2, [1, 0])
-    I, Q = _allocate4(gl.float32, BK, DECAYS), _allocate4(gl.float32, BK, DECAYS)
-    logs = t_g
-    if ACTIVATION != "given":
-        logs = gl.allocate_shared_memory(gl.float32, [BT, BK], gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))
-        _store_log_gates(logs, t_g, gate.dt_bias, i_h * K + column, activation, rows, ROLLED, ACTIVATION, BT, BK)
-    E = _empty_tuple()
-    for n in gl.static_range(4):
-        log_g = _load_quarter(logs, n, L)
-        if ACTIVATION == "given":
-            log_g = _log_gate(log_g, 0.0, activation, True, ACTIVATION)
-        E = _concat_tuples(E, _split2_columns(exp2(gl.sum(log_g.reshape([BK, 2, 8]), axis=2)), CH))
-        since_start, until_end = _sums_inside_sub_chunks(log_g)
-        I[n].store(exp2(since_start))
-        Q[n].store(exp2(until_end))
-    E01, E23, E45, E67 = E[0] * E[1], E[2] * E[3], E[4] * E[5], E[6] * E[7]
-    E03, E47 = E01 * E23, E45 * E67
-    one = gl.full([BK], 1.0, gl.float32, CH)
-
-    # Level 32: quarters 2 and 3 exchange with quarters 0 and 1.
-    later2 = _later_quarter(t_q, t_k, I, 2, dq2, dk2, E03, one, E[4], L)
-    later3 = _later_quarter(t_q, t_k, I, 3, dq3, dk3, E03, E45, E45 * E[6], L)
-    earlier0 = _earlier_quarter(t_k, Q, 0, dw0, E47, E23 * E[1], E23, L)
-    earlier1 = _earlier_quarter(t_k, Q, 1, dw1, E47, E[3], one, L)
-    later_x, earlier_y = gl.sum(later2.x + later3.x, axis=1), gl.sum(earlier0.y + earlier1.y, axis=1)
-    later2, earlier0 = _exchange(P, J, later2, earlier0, 2, 0)
-    later3, earlier0 = _exchange(P, J, later3, earlier0, 3, 0)
-    later2, earlier1 = _exchange(P, J, later2, earlier1, 2, 1)
-    later3, earlier1 = _exchange(P, J, later3, earlier1, 3, 1)
-    dq2, dk2, dq3, dk3, dw0, dw1 = warpgroup_mma_wait(
-        0, deps=[later2.dq, later2.dk, later3.dq, later3.dk, earlier0.dw, earlier1.dw]
-    )
-
-    # Level 16: quarter 1 exchanges with 0, and 3 with 2.
-    later1 = _later_quarter(t_q, t_k, I, 1, dq1, dk1, E01, one, E[2], L)
-    later3 = _later_quarter(t_q, t_k, I, 3, dq3, dk3, E45, one, E[6], L)
-    earlier0 = _earlier_quarter(t_k, Q, 0, dw0, E23, E[1], one, L)
-    earlier2 = _earlier_quarter(t_k, Q, 2, dw2, E67, E[5], one, L)
-    x1, y0, x3, y2 = (
-        gl.sum(later1.x, axis=1),
-        gl.sum(earlier0.y, axis=1),
-        gl.sum(later3.x, axis=1),
-        gl.sum(earlier2.y, axis=1),
-    )
-    later1, earlier0 = _exchange(P, J, later1, earlier0, 1, 0)
-    later3, earlier2 = _exchange(P, J, later3, earlier2, 3, 2)
-    dq1, dk1, dq3, dk3, dw0, dw2 = warpgroup_mma_wait(
-        0, deps=[later1.dq, later1.dk, later3.dq, later3.dk, earlier0.dw, earlier2.dw]
-    )
-
-    dq4, dk4, dw4 = (dq0, dq1, dq2, dq3), (dk0, dk1, dk2, dk3), (dw0, dw1, dw2, dw3)
-
-    # Part of the gate's gradient from pairs that span a token's whole quarter, by quarters.
-    decay = E03 * E47
-    later_x, earlier_y = gl.fma(carried, decay, later_x), gl.fma(carried, decay, earlier_y)
-    over_quarter = (later_x + x1, later_x + y0, earlier_y + x3, earlier_y + y2)
-    # Rows of 32 numbers, swizzled in groups of four: free of bank conflicts both for the stores, of four rows at once,
-    # and for the loads, of every second one of 16 rows.
-    TRANSPOSED: gl.constexpr = gl.SharedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 8], [2, 16], [4, 8], [8, 4], [16, 0], [32, 0]]
-    )
-    halves = _empty_tuple()
-    for h in gl.static_range(2):
-        # Level 8: the odd sub-chunk of each quarter exchanges with the even one; l and r are the half's two quarters.
-        later_l, earlier_l = _exchange_inside_quarter(P, J, t_q, t_k, 2 * h, I, Q, dq4, dk4, dw4, E, L)
-        later_r, earlier_r = _exchange_inside_quarter(P, J, t_q, t_k, 2 * h + 1, I, Q, dq4, dk4, dw4, E, L)
-        dq_l, dk_l, dq_r, dk_r, dw_l, dw_r = warpgroup_mma_wait(
-            0, deps=[later_l.dq, later_l.dk, later_r.dq, later_r.dk, earlier_l.dw, earlier_r.dw]
-        )
-        I_l, I_r, Q_l, Q_r = I[2 * h].load(L), I[2 * h + 1].load(L), Q[2 * h].load(L), Q[2 * h + 1].load(L)
-        dq_half, dk_half, dw_half = (
-            _concat2_columns(dq_l * I_l, dq_r * I_r),
-            _concat2_columns(dk_l * I_l, dk_r * I_r),
-            _concat2_columns(dw_l * Q_l, dw_r * Q_r),
-        )
-        over = _stack4_columns(
-            over_quarter[2 * h] + later_l.x,
-            over_quarter[2 * h] + earlier_l.y,
-            over_quarter[2 * h + 1] + later_r.x,
-            over_quarter[2 * h + 1] + earlier_r.y,
-        )
-        halves = _concat_tuples(halves, ((dq_half, dk_half, dw_half, over),))
-    # Both halves move to the shared memory of the decays and pairs: the near pairs need the registers.
-    barrier()
-    for n in gl.static_range(4):
-        P[n]._keep_alive()
-        J[n]._keep_alive()
-    t_dq = gl.allocate_shared_memory(gl.float32, [2, BK, 32], TRANSPOSED)
-    t_dk = gl.allocate_shared_memory(gl.float32, [2, BK, 32], TRANSPOSED)
-    t_dw = gl.allocate_shared_memory(gl.float32, [2, BK, 32], TRANSPOSED)
-    t_over = gl.allocate_shared_memory(gl.float32, [2, BK, 4], gl.SwizzledSharedLayout(1, 1, 1, [0, 1]))
-    for h in gl.static_range(2):
-        t_dq.index(h).store(halves[h][0])
-        t_dk.index(h).store(halves[h][1])
-        t_dw.index(h).store(halves[h][2])
-        t_over.index(h).store(halves[h][3])
-    near_bias = 0.0
-    if gate.dt_bias is not None:
-        o_b = gl.arange(0, BK, layout=gl.SliceLayout(0, NEAR))
-        near_bias = gl.load(gate.dt_bias + i_h * K + column + o_b).to(gl.float32)[None, :]
-    tiles = NearTiles(near, t_dq, t_dk, t_dw, t_over, t_q, t_k, t_g, logs)
-    p_dots = tokens.norm_dots
-    if NORM:
-        p_dots = tokens.norm_dots + pid * (2 * BT)
-    sum_A, sum_x = 0.0, gl.zeros([BK], gl.float32, gl.SliceLayout(0, NEAR))
-    if ROLLED:
-        for h in range(2):
-            dA, dx = _near_pairs_half(
-                tiles, h, p_dots, near_bias, activation, rows, ROLLED, ACTIVATION, CLAMPED, NORM, NEAR
+                beta = gl.where(o_1 < rows, sigmoid(beta) * strength.most, 0.0)
+        betas.store(beta)
+        norms_q, norms_k = betas, betas
+        if NORM:
+            norms_q = gl.allocate_shared_memory(gl.float32, [BT], NUMBERS)
+            norms_k = gl.allocate_shared_memory(gl.float32, [BT], NUMBERS)
+            norms_q.store(_reciprocal_norms(tokens.q, tokens.s_q, coords, ROWS, BT, K))
+            norms_k.store(_reciprocal_norms(tokens.k, tokens.s_k, coords, ROWS, BT, K))
+        rate = 1.0
+        if gate.A_log is not None:
+            rate = exp(gl.load(gate.A_log + value.h).to(gl.float32))
+        activation = GateActivation(rate, gate.lower_bound, gate.clamp)
+        if outputs.dv is not None:
+            # Half of v's columns, loaded from global memory: only dv needs X in this layout.
+            o_t, o_v = (
+                gl.arange(0, BT, layout=gl.SliceLayout(1, ROWS)),
+                gl.arange(0, BK, layout=gl.SliceLayout(0, ROWS)),
             )
-            sum_A, sum_x = sum_A + dA, sum_x + dx
-    else:
+            X = gl.load(tokens.X + i_tile * (BT * V) + column + o_t[:, None] * V + o_v[None, :]).to(gl.float32)
+            barrier()
+            X = X * (betas.load(gl.SliceLayout(1, ROWS)) * factors.unit)[:, None]
+            store_rows(outputs.dv, outputs.s_dv, value, column, X, ROWS, BT, BK)
+        else:
+            barrier()
+
+        # Gradients of the grams, and rows through the states.
+        zero_acc = gl.zeros([BT, BT], gl.float32, LC)  # also of [BK, BT] and [BK, BK] products: BK = BT
+        mbarrier.wait(values_ready, r % 2)
+        if not WHOLE:
+            if rows < BT:
+                clear_rows(t_do, rows, BT, V)
+        dJ = warpgroup_mma(t_X, t_e.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+        dP = warpgroup_mma(t_do, t_e.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+        mbarrier.wait(states_ready, r % 2)
+        # Only the diagonal is used: <S, dS> of every channel. A product reads both states from shared memory;
+        # elementwise, both would be loaded into registers.
+        trace = warpgroup_mma(t_S.permute((1, 0)), t_dS, zero_acc, use_acc=False, is_async=True)
+        dJ, dP, trace = warpgroup_mma_wait(0, deps=[dJ, dP, trace])
+        dq = warpgroup_mma(t_S.permute((1, 0)), t_do.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+        dk = warpgroup_mma(t_S.permute((1, 0)), t_X.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+        dw = warpgroup_mma(t_dS.permute((1, 0)), t_e.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+        o_r, o_c = gl.arange(0, BT, layout=gl.SliceLayout(1, LC)), gl.arange(0, BT, layout=gl.SliceLayout(0, LC))
+        carried = gl.sum(gl.where(o_r[:, None] == o_c[None, :], trace, 0.0), axis=1) * factors.unit
+        carried = gl.convert_layout(carried, CH, assert_trivial=True)
+        beta_r, beta_c = betas.load(gl.SliceLayout(1, LC)), betas.load(gl.SliceLayout(0, LC))
+        if outputs.dbeta is not None:
+            if half == 0:
+                dbeta = gl.sum(gl.where(o_r[:, None] == o_c[None, :], dJ, 0.0), axis=1) * factors.unit
+                if LOGIT:
+                    dbeta = sigmoid_bwd(load_scalars(strength.beta, strength.s_beta, value, o_r), dbeta) * strength.most
+                store_scalars(outputs.dbeta, outputs.s_dbeta, value, o_r, dbeta)
+        read, written = gl.full([BT], factors.scale, gl.float32, gl.SliceLayout(0, LC)), beta_c * factors.unit
+        erased = beta_c * factors.erased_unit
+        dP, dJ = (
+            dP * (factors.scale * beta_c)[None, :],
+            dJ * (beta_c[None, :] * (-beta_r * factors.erased_unit)[:, None]),
+        )
+        if NORM:
+            r_c = norms_k.load(gl.SliceLayout(0, LC))
+            read, written, erased = read * norms_q.load(gl.SliceLayout(0, LC)), written * r_c, erased * r_c
+            dP = dP * r_c[None, :] * norms_q.load(gl.SliceLayout(1, LC))[:, None]
+            dJ = dJ * r_c[None, :] * norms_k.load(gl.SliceLayout(1, LC))[:, None]
+        near_P, near_J = _own_sub_chunk_columns(dP, o_r), _own_sub_chunk_columns(dJ, o_r)
+        is_far = o_r[:, None] // 8 > o_c[None, :] // 8
+        far_P = _split4_columns(gl.where(is_far, dP, 0.0).to(x_q.dtype), L)
+        far_J = _split4_columns(gl.where(is_far, dJ, 0.0).to(x_q.dtype), L)
+
+        dq, dk, dw = warpgroup_mma_wait(0, deps=[dq, dk, dw])
+        # Only from here on may the allocator reuse these tiles. It tracks a tile's last textual use, but an
+        # asynchronous product reads its operands longer; `_keep_alive` is that last use.
+        barrier()
+        t_S._keep_alive()
+        t_dS._keep_alive()
+        t_e._keep_alive()
+        t_X._keep_alive()
+        t_do._keep_alive()
+        near = gl.allocate_shared_memory(gl.float32, [8 * BT, 2], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        near.store(gl.join(near_P, near_J).permute((1, 0, 2)).reshape([8 * BT, 2]))
+        PAIRS: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
+        P, J = _allocate4(x_q.dtype, BT, PAIRS), _allocate4(x_q.dtype, BT, PAIRS)
+        for n in gl.static_range(4):
+            P[n].store(far_P[n])
+            J[n].store(far_J[n])
+        fence_async_shared()
+        barrier()
+        # Accumulators of the quarters, [BK, 16] each; so far they hold the gradients through the states.
+        dq0, dq1, dq2, dq3 = _split4_columns(dq * read[None, :], L)
+        dk0, dk1, dk2, dk3 = _split4_columns(dk * -erased[None, :], L)
+        dw0, dw1, dw2, dw3 = _split4_columns(dw * written[None, :], L)
+
+        # Decays, in the shared memory of the states.
+        mbarrier.wait(tokens_ready, r % 2)
+        if not WHOLE:
+            if rows < BT:
+                clear_rows(t_q, rows, BT, BK)
+                clear_rows(t_k, rows, BT, BK)
+                clear_rows(t_g, rows, BT, BK)
+        DECAYS: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 2, [1, 0])
+        I, Q = _allocate4(gl.float32, BK, DECAYS), _allocate4(gl.float32, BK, DECAYS)
+        logs = t_g
+        if ACTIVATION != "given":
+            logs = gl.allocate_shared_memory(gl.float32, [BT, BK], gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))
+            _store_log_gates(
+                logs, t_g, gate.dt_bias, value.h * K + column, activation, rows, ROLLED, ACTIVATION, BT, BK
+            )
+        E = _empty_tuple()
+        for n in gl.static_range(4):
+            log_g = _load_quarter(logs, n, L)
+            if ACTIVATION == "given":
+                log_g = _log_gate(log_g, 0.0, activation, True, ACTIVATION)
+            E = _concat_tuples(E, _split2_columns(exp2(gl.sum(log_g.reshape([BK, 2, 8]), axis=2)), CH))
+            since_start, until_end = _sums_inside_sub_chunks(log_g)
+            I[n].store(exp2(since_start))
+            Q[n].store(exp2(until_end))
+        E01, E23, E45, E67 = E[0] * E[1], E[2] * E[3], E[4] * E[5], E[6] * E[7]
+        E03, E47 = E01 * E23, E45 * E67
+        one = gl.full([BK], 1.0, gl.float32, CH)
+
+        # Level 32: quarters 2 and 3 exchange with quarters 0 and 1.
+        later2 = _later_quarter(t_q, t_k, I, 2, dq2, dk2, E03, one, E[4], L)
+        later3 = _later_quarter(t_q, t_k, I, 3, dq3, dk3, E03, E45, E45 * E[6], L)
+        earlier0 = _earlier_quarter(t_k, Q, 0, dw0, E47, E23 * E[1], E23, L)
+        earlier1 = _earlier_quarter(t_k, Q, 1, dw1, E47, E[3], one, L)
+        later_x, earlier_y = gl.sum(later2.x + later3.x, axis=1), gl.sum(earlier0.y + earlier1.y, axis=1)
+        later2, earlier0 = _exchange(P, J, later2, earlier0, 2, 0)
+        later3, earlier0 = _exchange(P, J, later3, earlier0, 3, 0)
+        later2, earlier1 = _exchange(P, J, later2, earlier1, 2, 1)
+        later3, earlier1 = _exchange(P, J, later3, earlier1, 3, 1)
+        dq2, dk2, dq3, dk3, dw0, dw1 = warpgroup_mma_wait(
+            0, deps=[later2.dq, later2.dk, later3.dq, later3.dk, earlier0.dw, earlier1.dw]
+        )
+
+        # Level 16: quarter 1 exchanges with 0, and 3 with 2.
+        later1 = _later_quarter(t_q, t_k, I, 1, dq1, dk1, E01, one, E[2], L)
+        later3 = _later_quarter(t_q, t_k, I, 3, dq3, dk3, E45, one, E[6], L)
+        earlier0 = _earlier_quarter(t_k, Q, 0, dw0, E23, E[1], one, L)
+        earlier2 = _earlier_quarter(t_k, Q, 2, dw2, E67, E[5], one, L)
+        x1, y0, x3, y2 = (
+            gl.sum(later1.x, axis=1),
+            gl.sum(earlier0.y, axis=1),
+            gl.sum(later3.x, axis=1),
+            gl.sum(earlier2.y, axis=1),
+        )
+        later1, earlier0 = _exchange(P, J, later1, earlier0, 1, 0)
+        later3, earlier2 = _exchange(P, J, later3, earlier2, 3, 2)
+        dq1, dk1, dq3, dk3, dw0, dw2 = warpgroup_mma_wait(
+            0, deps=[later1.dq, later1.dk, later3.dq, later3.dk, earlier0.dw, earlier2.dw]
+        )
+
+        dq4, dk4, dw4 = (dq0, dq1, dq2, dq3), (dk0, dk1, dk2, dk3), (dw0, dw1, dw2, dw3)
+
+        # Part of the gate's gradient from pairs that span a token's whole quarter, by quarters.
+        decay = E03 * E47
+        later_x, earlier_y = gl.fma(carried, decay, later_x), gl.fma(carried, decay, earlier_y)
+        over_quarter = (later_x + x1, later_x + y0, earlier_y + x3, earlier_y + y2)
+        # Rows of 32 numbers, swizzled in groups of four: free of bank conflicts both for the stores, of four rows at
+        # once, and for the loads, of every second one of 16 rows.
+        TRANSPOSED: gl.constexpr = gl.SharedLinearLayout(
+            [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 8], [2, 16], [4, 8], [8, 4], [16, 0], [32, 0]]
+        )
+        halves = _empty_tuple()
         for h in gl.static_range(2):
-            dA, dx = _near_pairs_half(
-                tiles, h, p_dots, near_bias, activation, rows, ROLLED, ACTIVATION, CLAMPED, NORM, NEAR
+            # Level 8: the odd sub-chunk of each quarter exchanges with the even one; l and r are the half's two
+            # quarters.
+            later_l, earlier_l = _exchange_inside_quarter(P, J, t_q, t_k, 2 * h, I, Q, dq4, dk4, dw4, E, L)
+            later_r, earlier_r = _exchange_inside_quarter(P, J, t_q, t_k, 2 * h + 1, I, Q, dq4, dk4, dw4, E, L)
+            dq_l, dk_l, dq_r, dk_r, dw_l, dw_r = warpgroup_mma_wait(
+                0, deps=[later_l.dq, later_l.dk, later_r.dq, later_r.dk, earlier_l.dw, earlier_r.dw]
             )
-            sum_A, sum_x = sum_A + dA, sum_x + dx
-    if dgate.dt_bias is not None:
-        gl.store(dgate.dt_bias + i_tile * K + column + gl.arange(0, BK, layout=gl.SliceLayout(0, NEAR)), sum_x)
-    if dgate.A_log is not None:
-        gl.store(dgate.A_log + pid, sum_A)
-    fence_async_shared()
-    barrier()
-    store_token_tile(x_dq, outputs.dq, outputs.s_dq, coords, column, t_q, WHOLE, BT, BK)
-    store_token_tile(x_dk, outputs.dk, outputs.s_dk, coords, column, t_k, WHOLE, BT, BK)
-    store_token_tile(x_dg, dgate.g, dgate.s_g, coords, column, t_g, WHOLE, BT, BK)
-    tma.store_wait(pendings=0)
+            I_l, I_r, Q_l, Q_r = I[2 * h].load(L), I[2 * h + 1].load(L), Q[2 * h].load(L), Q[2 * h + 1].load(L)
+            dq_half, dk_half, dw_half = (
+                _concat2_columns(dq_l * I_l, dq_r * I_r),
+                _concat2_columns(dk_l * I_l, dk_r * I_r),
+                _concat2_columns(dw_l * Q_l, dw_r * Q_r),
+            )
+            over = _stack4_columns(
+                over_quarter[2 * h] + later_l.x,
+                over_quarter[2 * h] + earlier_l.y,
+                over_quarter[2 * h + 1] + later_r.x,
+                over_quarter[2 * h + 1] + earlier_r.y,
+            )
+            halves = _concat_tuples(halves, ((dq_half, dk_half, dw_half, over),))
+        # Both halves move to the shared memory of the decays and pairs: the near pairs need the registers.
+        barrier()
+        for n in gl.static_range(4):
+            P[n]._keep_alive()
+            J[n]._keep_alive()
+        t_dq = gl.allocate_shared_memory(gl.float32, [2, BK, 32], TRANSPOSED)
+        t_dk = gl.allocate_shared_memory(gl.float32, [2, BK, 32], TRANSPOSED)
+        t_dw = gl.allocate_shared_memory(gl.float32, [2, BK, 32], TRANSPOSED)
+        t_over = gl.allocate_shared_memory(gl.float32, [2, BK, 4], gl.SwizzledSharedLayout(1, 1, 1, [0, 1]))
+        for h in gl.static_range(2):
+            t_dq.index(h).store(halves[h][0])
+            t_dk.index(h).store(halves[h][1])
+            t_dw.index(h).store(halves[h][2])
+            t_over.index(h).store(halves[h][3])
+        near_bias = 0.0
+        if gate.dt_bias is not None:
+            o_b = gl.arange(0, BK, layout=gl.SliceLayout(0, NEAR))
+            near_bias = gl.load(gate.dt_bias + value.h * K + column + o_b).to(gl.float32)[None, :]
+        tiles = NearTiles(near, t_dq, t_dk, t_dw, t_over, t_q, t_k, t_g, logs)
+        p_dots = tokens.norm_dots
+        if NORM:
+            p_dots = tokens.norm_dots + pid * (2 * BT)
+        sum_A, sum_x = 0.0, gl.zeros([BK], gl.float32, gl.SliceLayout(0, NEAR))
+        if ROLLED:
+            for h in range(2):
+                dA, dx = _near_pairs_half(
+                    tiles,
+                    h,
+                    outputs.sums,
+                    pid * 4 + h,
+                    r,
+                    GR,
+                    p_dots,
+                    near_bias,
+                    activation,
+                    rows,
+                    ROLLED,
+                    ACTIVATION,
+                    CLAMPED,
+                    NORM,
+                    NEAR,
+                )
+                sum_A, sum_x = sum_A + dA, sum_x + dx
+        else:
+            for h in gl.static_range(2):
+                dA, dx = _near_pairs_half(
+                    tiles,
+                    h,
+                    outputs.sums,
+                    pid * 4 + h,
+                    r,
+                    GR,
+                    p_dots,
+                    near_bias,
+                    activation,
+                    rows,
+                    ROLLED,
+                    ACTIVATION,
+                    CLAMPED,
+                    NORM,
+                    NEAR,
+                )
+                sum_A, sum_x = sum_A + dA, sum_x + dx
+        if dgate.dt_bias is not None:
+            gl.store(dgate.dt_bias + i_tile * K + column + gl.arange(0, BK, layout=gl.SliceLayout(0, NEAR)), sum_x)
+        if dgate.A_log is not None:
+            gl.store(dgate.A_log + _half_tile(pid, i_tile, half, GR), sum_A)
+        fence_async_shared()
+        barrier()
+        if GR == 1 or r == GR - 1:
+            store_token_tile(x_dq, outputs.dq, outputs.s_dq, coords, column, t_q, WHOLE, BT, BK)
+            store_token_tile(x_dk, outputs.dk, outputs.s_dk, coords, column, t_k, WHOLE, BT, BK)
+        store_token_tile(x_dg, dgate.g, dgate.s_g, value, column, t_g, WHOLE, BT, BK)
+        tma.store_wait(pendings=0)
+        if GR > 1:
+            barrier()
     bars._keep_alive()  # the memory of an mbarrier must not be reused (docs/facts/hopper.md, KDA-NAN-1)
+
+
+@gluon.jit
+def _half_tile(pid, i_tile, half, GR: gl.constexpr):
+    """Number of half of the channels of a value head's tile."""
+    if GR == 1:
+        return pid
+    else:
+        return i_tile * 2 + half
 
 
 @gluon.jit(do_not_specialize=["N", "T", "per_sequence"])
@@ -653,19 +726,19 @@ def wyfold_gradients_norm_gluon(
     N,
     T,
     per_sequence,
-    HV: gl.constexpr,
+    H: gl.constexpr,
     K: gl.constexpr,
     BT: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """Adjoint of the l2 norm, one program per chunk and head: du = z - u <u, z>/|u|^2, in place of z.
+    """Adjoint of the l2 norm, one program per chunk and key head: du = z - u <u, z>/|u|^2, in place of z.
 
     Args:
-        p_norm_dots: [tiles, half of the channels, q or k, BT] partial sums of <u, z>.
+        p_norm_dots: [chunks and key heads, half of the channels, q or k, BT] partial sums of <u, z>.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
     pid = gl.program_id(0).to(gl.int64)
-    i_c, i_h = pid // HV, pid % HV
+    i_c, i_h = pid // H, pid % H
     i_n, _, b, t, rows = chunk_span(i_c, Packing(p_cu, p_first, p_sequence), T, per_sequence, PACKED, BT)
     if PACKED:
         if i_n == N:
@@ -855,6 +928,10 @@ def _row_block(tile, n, size: gl.constexpr):
 def _near_pairs_half(
     tiles,
     h,
+    p_sums,
+    tile,
+    r,
+    GR: gl.constexpr,
     p_dots,
     bias,
     activation,
@@ -865,7 +942,14 @@ def _near_pairs_half(
     NORM: gl.constexpr,
     NEAR: gl.constexpr,
 ):
-    """Finish 32 tokens: add the near pairs, and overwrite the tokens with their gradients.
+    """Finish 32 tokens of a value head: add the near pairs, and overwrite the tokens with their gradients.
+
+    q and k are overwritten after the last value head of their key head, with the sums over its heads.
+
+    Args:
+        p_sums: Sums over the value heads so far.
+        tile: Number of this half's sum for q; that for k is the second after it.
+        r: Value head, of the GR heads of its key head.
 
     Returns:
         The half's terms of dA_log, and of ddt_bias by channel.
@@ -889,12 +973,21 @@ def _near_pairs_half(
     dw, over = tiles.dw.index(h).permute((1, 0)).load(NEAR), tiles.over.index(h).permute((1, 0)).load(ROW)
     q, k = t_q.load(NEAR).to(gl.float32), t_k.load(NEAR).to(gl.float32)
     dq, dk, dg = _near_pairs(tiles.near, h, q, k, a, dq, dk, dw, over, NEAR)
-    if NORM:
-        # p_dots is [tile, half of the channels, q or k, token].
-        gl.store(p_dots + o_t, gl.sum(gl.fma(q, dq, 0.0), axis=1))
-        gl.store(p_dots + o_t + BT, gl.sum(gl.fma(k, dk, 0.0), axis=1))
-    t_q.store(dq.to(t_q.dtype))
-    t_k.store(dk.to(t_k.dtype))
+    if GR > 1:
+        p_q = sum_tile(p_sums, tile, NEAR, dq.shape[0], dq.shape[1])
+        p_k = sum_tile(p_sums, tile + 2, NEAR, dq.shape[0], dq.shape[1])
+        is_later = gl.zeros(dq.shape, gl.int32, NEAR) + r > 0
+        dq, dk = dq + gl.load(p_q, is_later, 0.0), dk + gl.load(p_k, is_later, 0.0)
+        if r < GR - 1:
+            gl.store(p_q, dq)
+            gl.store(p_k, dk)
+    if GR == 1 or r == GR - 1:
+        if NORM:
+            # p_dots is [tile, half of the channels, q or k, token].
+            gl.store(p_dots + o_t, gl.sum(gl.fma(q, dq, 0.0), axis=1))
+            gl.store(p_dots + o_t + BT, gl.sum(gl.fma(k, dk, 0.0), axis=1))
+        t_q.store(dq.to(t_q.dtype))
+        t_k.store(dk.to(t_k.dtype))
     if raw is None:
         raw = t_g.load(NEAR).to(gl.float32)
     dx, dA = activated_bwd(

@@ -16,6 +16,7 @@ class Outputs(NamedTuple):
     Attributes:
         dq, s_dq, dk, s_dk, dv, s_dv: Gradients of the tokens, for chunks that are not full.
         dbeta, s_dbeta: Gradient of the write strength, or None.
+        sums: float32 tiles in which the dq and dk of a key head's value heads are summed; None with one value head.
     """
 
     dq: Any
@@ -26,6 +27,7 @@ class Outputs(NamedTuple):
     s_dv: Any
     dbeta: Any
     s_dbeta: Any
+    sums: Any
     end: None = None
 
 
@@ -97,6 +99,17 @@ def store_scalars(p, s, coords, o, x):
     """Store one number per token where p is not None."""
     if p is not None:
         gl.store(p + coords.b * s[0] + (coords.t + o) * s[1] + coords.h * s[2], x, mask=o < coords.rows)
+
+
+@gluon.jit
+def sum_tile(p_sums, tile, L: gl.constexpr, M: gl.constexpr, W: gl.constexpr):
+    """Pointers to a float32 tile of sums over value heads.   [M, W]
+
+    In one layout, a thread has the same elements for every value head. It loads only what it stored itself, so no
+    barrier is needed between a store and the load for the next head.
+    """
+    o_m, o_w = gl.arange(0, M, layout=gl.SliceLayout(1, L)), gl.arange(0, W, layout=gl.SliceLayout(0, L))
+    return p_sums + tile * (M * W) + o_m[:, None] * W + o_w[None, :]
 
 
 @gluon.jit
