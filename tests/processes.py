@@ -3,9 +3,10 @@
     python -m tests.processes MODULE...
 
 imports the modules and then forks a child for every request on its standard input. A child runs a program as the
-interpreter's command line would, with its own arguments, environment, folder and output. Importing PyTorch takes 1.5 s
-of a core, which some fifty test programs need. A program whose subject is that import itself is started by
-`subprocess` instead.
+interpreter's command line would, with its own arguments, environment, folder and output. Importing PyTorch takes 1.3 s
+of a core, and its compiler 1.2 s more, which some seventy test programs need; building a decoder or asking for
+deterministic algorithms imports the compiler. A program whose subject is an import itself is started by `subprocess`
+instead.
 """
 
 import atexit
@@ -28,6 +29,8 @@ from typing import IO
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 300
+COMPILER = "torch._inductor"
+"""PyTorch's compiler, with its tracer and Triton. Triton reads at this import whether it interprets kernels."""
 
 
 class Program:
@@ -114,6 +117,7 @@ def fresh() -> Server:
 def with_package() -> Server:
     """Programs that have imported this package, and the parts of PyTorch that runs over several ranks use."""
     return Server(
+        COMPILER,
         "tests.conftest",
         "torch.distributed.checkpoint.state_dict",
         "torch.distributed.fsdp",

@@ -14,6 +14,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+from tests import processes
 
 import wyfold
 
@@ -110,7 +111,8 @@ def test_wheel_runs_without_optional_packages(wheel: Path, tmp_path: Path):
     lines = Parser().parsestr(described(wheel, "METADATA")).get_all("Requires-Dist")
     optional = {re.match(r"[\w.-]+", line).group() for line in lines if "extra ==" in line} - {"numpy", "wyfold"}
     code = ALONE.format(folder=str(tmp_path), blocked=sorted(optional))
-    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    done = processes.fresh().run(["-c", code], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     finite, file = json.loads(done.stdout.splitlines()[-1])
     assert finite and file.startswith(str(tmp_path))
 
@@ -127,6 +129,7 @@ def test_importing_wyfold_imports_no_program_that_uses_it(tmp_path: Path):
         (tmp_path / f"{program}.py").write_text("raise SystemExit(f'{__name__} was imported')")
     code = f"""
         import importlib, sys
+        sys.path.insert(0, {str(tmp_path)!r})
         import wyfold
         for name in (*wyfold.__all__, *(f"integrations.{{part}}" for part in wyfold.integrations.__all__)):
             found = wyfold
@@ -136,9 +139,7 @@ def test_importing_wyfold_imports_no_program_that_uses_it(tmp_path: Path):
         wyfold.integrations.transformers.write_kernel_repository({str(tmp_path / "hub")!r})
         print(sorted(set({PROGRAMS!r}) & set(sys.modules)))
     """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    done = processes.fresh().run(["-c", textwrap.dedent(code)], cwd=tmp_path)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 

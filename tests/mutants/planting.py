@@ -105,8 +105,9 @@ class Outcome(NamedTuple):
 
 
 @functools.cache
-def _server() -> processes.Server:
-    return processes.Server("torch", "numpy", "pytest")
+def _server(interpreted: bool) -> processes.Server:
+    """The server of test processes. Those that interpret kernels import Triton themselves, with their environment."""
+    return processes.Server("torch", "numpy", "pytest", *(() if interpreted else (processes.COMPILER,)))
 
 
 class Copy:
@@ -125,7 +126,7 @@ class Copy:
         env = {**os.environ, "PYTHONPATH": str(self.sources), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         env |= {"TRITON_INTERPRET": "1"} if interpreted else {}
         words = ["-c", START.format(str(self.sources)), *OPTIONS, "-x", *(f"tests/{name}" for name in tests)]
-        done = _server().run(words, env=env, cwd=ROOT)
+        done = _server(interpreted).run(words, env=env, cwd=ROOT)
         return done.returncode, done.stdout + done.stderr
 
     def outcome(self, mutant: Mutant) -> Outcome:

@@ -545,7 +545,7 @@ def test_a_full_disk_is_one_sentence(copy, run):
     shutil.rmtree(newest(copy))
     before = contents(copy)
     words = train(run.parent / "text.txt", copy)
-    done = subprocess.run([sys.executable, "-c", LIMITED, "60000", *words], capture_output=True, text=True)
+    done = processes.with_package().run(["-c", LIMITED, "60000", *words])
     assert done.returncode == 1, done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert (
@@ -558,7 +558,7 @@ def test_a_full_disk_is_one_sentence(copy, run):
 
 def test_metrics_that_cannot_be_written_are_one_sentence_too(run, tmp_path):
     words = train(run.parent / "text.txt", tmp_path / "new")
-    done = subprocess.run([sys.executable, "-c", LIMITED, "300", *words], capture_output=True, text=True)
+    done = processes.with_package().run(["-c", LIMITED, "300", *words])
     assert done.returncode == 1, done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert f"{tmp_path / 'new' / 'metrics.jsonl'} cannot be written (File too large). What is in " in last

@@ -42,8 +42,9 @@ def runs(monkeypatch) -> list[int]:
 
 # Dynamo instantiates each autograd.Function it traces, which PyTorch deprecates.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("what", ["blocks", "selective"])
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    ("what", "packed"), [("blocks", False), ("selective", True)], ids=["blocks", "selective, packed"]
+)
 def test_recomputing_is_compiled(what, packed, runs):
     where = {"layout": SequenceLayout.from_lengths([9, 11])} if packed else {}
     plain = decoder()

@@ -5,6 +5,7 @@ A gradient penalty through `torch.autograd.grad` was completely wrong, and a Hes
 if another path contributes to it.
 """
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -107,12 +108,17 @@ def test_every_differentiable_operator_is_tried():
     assert len({subject.operator for subject in OPERATOR_SPECS.values() if subject.backward}) == 30
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize(("subject", "name"), CASES)
-def test_a_second_derivative_is_refused(subject: OperatorSpec, name: str, way: Callable[..., None]):
+def test_a_second_derivative_is_refused(subject: OperatorSpec, name: str):
+    """Asked for in every way."""
     run, x = scalar_function(subject, name)
-    with pytest.raises(RuntimeError, match=REFUSED):
-        way(run, x)
+    for way in WAYS:
+        said = ""
+        try:
+            way(run, x.clone())
+        except RuntimeError as error:
+            said = str(error)
+        assert re.search(REFUSED, said), f"{way.__name__}: {said or 'no error'}"
 
 
 @pytest.mark.parametrize("wrt", ["incoming", "k"])
@@ -173,16 +179,14 @@ def test_create_graph_changes_no_gradient(subject: OperatorSpec, name: str):
     assert with_graph.requires_grad
 
 
-@pytest.mark.parametrize("batched", ["is_grads_batched", "vmap"])
 @pytest.mark.parametrize(("subject", "name"), CASES)
-def test_batched_gradients_with_create_graph(subject: OperatorSpec, name: str, batched: str):
+def test_batched_gradients_with_create_graph(subject: OperatorSpec, name: str):
     """The error was PyTorch's own, or advised on an operator that the user never called."""
     arguments = subject.arguments(SHAPE, torch.float64, 0)
     x = arguments[name].requires_grad_()
     y = subject.ours(arguments | {name: x})[0]
     dy = torch.ones(2, *y.shape, dtype=y.dtype, requires_grad=True)
     with pytest.raises(RuntimeError, match=SENTENCE):
-        if batched == "vmap":
-            torch.func.vmap(lambda dy: torch.autograd.grad(y, x, dy, create_graph=True)[0])(dy)
-        else:
-            torch.autograd.grad(y, x, dy, is_grads_batched=True, create_graph=True)
+        torch.func.vmap(lambda dy: torch.autograd.grad(y, x, dy, create_graph=True)[0])(dy)
+    with pytest.raises(RuntimeError, match=SENTENCE):
+        torch.autograd.grad(y, x, dy, is_grads_batched=True, create_graph=True)

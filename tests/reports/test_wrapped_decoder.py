@@ -11,6 +11,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from wyfold import SequenceLayout
 from wyfold.layers import DecodingCache, LayerCache
@@ -36,10 +37,10 @@ def ids() -> torch.Tensor:
 
 
 def decoded(model: nn.Module, ids: torch.Tensor, cache) -> torch.Tensor:
-    """Logits of a prompt and of the single tokens after it."""
+    """Logits of a prompt and of the single tokens after it, each a tensor with separate memory as in `generate`."""
     with torch.no_grad():
         pieces = [ids[:, :PROMPT], *ids[:, PROMPT:].split(1, dim=1)]
-        return torch.cat([model(piece, cache=cache)[0] for piece in pieces], dim=1)
+        return torch.cat([model(piece.clone(), cache=cache)[0] for piece in pieces], dim=1)
 
 
 def caches(model: Decoder):
@@ -267,21 +268,33 @@ def test_copies_during_decoding_continue_like_the_original(ids):
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("pattern", ["gdn", "kda ttt_linear"])
-def test_compiled_decoding_is_decoding(pattern, ids):
-    """Compiled blocks inside an eager decoder, a decoder compiled in place, and its other methods."""
-    plain = decoder(pattern)
+def test_decoding_by_compiled_blocks_is_decoding(ids):
+    """Blocks of each kind of state, compiled inside an eager decoder."""
+    plain = decoder("gdn kda ttt_linear")
     truth = decoded(plain, ids, plain.new_cache(2))
     torch._dynamo.reset()
-    blocks, whole = copy.deepcopy(plain), copy.deepcopy(plain)
+    blocks = copy.deepcopy(plain)
     for n, block in enumerate(blocks.blocks):
         blocks.blocks[n] = torch.compile(block, fullgraph=True, backend="aot_eager")
-    whole.compile(fullgraph=True, backend="aot_eager")
     assert torch.equal(decoded(blocks, ids, blocks.new_cache(2)), truth)
-    with torch.inference_mode():  # as in `generate`, which then uses the same compiled code
-        assert torch.equal(decoded(whole, ids.clone(), whole.new_cache(2)), truth)
-    tokens = whole.generate(ids[:, :PROMPT], 2, temperature=0)
-    assert torch.equal(tokens, plain.generate(ids[:, :PROMPT], 2, temperature=0))
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_decoding_by_a_compiled_decoder_is_decoding(ids):
+    """A decoder compiled in place, and its other methods, which call it.
+
+    `models/test_decoder.py` compiles decoders of all mixers.
+    """
+    plain = decoder("gdn")
+    truth, tokens = decoded(plain, ids, plain.new_cache(2)), plain.generate(ids[:, :PROMPT], 2, temperature=0)
+    torch._dynamo.reset()
+    ours, counter = copy.deepcopy(plain), CompileCounterWithBackend("aot_eager")
+    ours.compile(fullgraph=True, backend=counter)
+    assert torch.equal(ours.generate(ids[:, :PROMPT], 2, temperature=0), tokens)
+    with torch.inference_mode():  # as in `generate`, with whose tokens each step shares one graph
+        assert torch.equal(decoded(ours, ids, ours.new_cache(2)), truth)
+    assert counter.frame_count == 3
 
 
 def test_files_of_a_decoder_with_compiled_blocks(ids, tmp_path):

@@ -6,8 +6,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -112,11 +110,11 @@ def test_processes_that_share_rows_take_the_steps_of_one(data, tmp_path, monkeyp
         stop_after(patched, step=1)
         assert train(data, tmp_path / "parts", *words) == 130
     arguments = ["--data", data, "--out", tmp_path / "parts", "--layers", "gdn attention", *TINY, *words, "--cp", 2]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "wyfold"]
-    done = subprocess.run([*launcher, "train", *map(str, arguments)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "1 x 2 processes" in done.stdout
-    assert "continuing" in done.stdout and done.stdout.count("sample from it") == 1
+    first, second = run_ranks(["-m", "wyfold", "train", *arguments])
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    said = first.stdout + second.stdout
+    assert "1 x 2 processes" in said
+    assert "continuing" in said and said.count("sample from it") == 1
     written = {path.name for path in (newest(tmp_path / "parts") / "shards").iterdir()}
     assert written == {f"shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2)}
     assert main(["generate", str(tmp_path / "parts"), "--prompt", "one", "--max-bytes", "3"]) == 0
