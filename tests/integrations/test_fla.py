@@ -105,6 +105,84 @@ def test_delta_rules_are_wyfolds(form: str, packed: bool):
         assert alike(theirs(q, k, v, *gates, beta=beta, **{**given, "output_final_state": False})[1], None)
 
 
+def token_loop(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+    """The delta rule on states that decay by exp(decay), [B, T, HV, K, V]."""
+    q, k = (x.repeat_interleave(HV // H, 2) for x in (q, k))
+    outputs = []
+    for t in range(T):
+        S = S * decay[:, t].exp()
+        error = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], S))
+        S = S + torch.einsum("bhk,bhv->bhkv", k[:, t], error)
+        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], S) * K**-0.5)
+    return torch.stack(outputs, 1), S
+
+
+@pytest.mark.parametrize("names", [("gv",), ("g", "gv"), ("g", "gk", "gv")], ids=" ".join)
+def test_a_decay_per_value_channel(names: tuple[str, ...], float64_bounds: Any):
+    x = {name: y.double() for name, y in (tensors() | {"gv": -torch.rand(2, T, HV, V)}).items() if name != "cu"}
+    x["k"] = wyfold.l2norm(x["k"])
+    x = {name: y.requires_grad_() for name, y in x.items() if name in ("q", "k", "v", "beta", "S0", *names)}
+    apart = {"g": (..., None, None), "gk": (..., None), "gv": (..., None, slice(None))}
+    decay = sum(x[name][apart[name]] for name in names).expand(2, T, HV, K, V)
+    truth = token_loop(x["q"], x["k"], x["v"], decay, x["beta"], x["S0"])
+    found = fla.fused_recurrent_gated_delta_rule(
+        *(x[name] for name in ("q", "k", "v")),
+        **{name: x[name] for name in names},
+        beta=x["beta"],
+        initial_state=x["S0"].mT,
+        output_final_state=True,
+        state_v_first=True,
+    )
+    found = found[0], found[1].mT
+    incoming = [torch.randn_like(y) for y in truth]
+    for name, y, z in zip(("o", "state"), found, truth, strict=True):
+        float64_bounds.output(name, y.detach(), z.detach())
+    grads = (torch.autograd.grad(y, list(x.values()), incoming) for y in (found, truth))
+    for name, dx, true in zip(x, *grads, strict=True):
+        float64_bounds.gradient(f"d{name}", dx, true)
+
+
+@pytest.mark.parametrize("rule, gate", [("delta_rule", None), ("gated_delta_rule", "g"), ("kda", "gk")])
+def test_different_dtypes_token_by_token(rule: str, gate: str | None):
+    """The widest computes. The output is rounded to the dtype in which fla returns it."""
+    x = tensors()
+    q, k, v, beta = x["q"], x["k"].bfloat16(), x["v"].half().requires_grad_(), x["beta"]
+    gates = () if gate is None else (x[gate],)
+    o, state = getattr(fla, f"fused_recurrent_{rule}")(q, k, v, *gates, beta=beta, output_final_state=True)
+    wide = getattr(wyfold, f"fused_recurrent_{rule}")(
+        q, k.float(), v.float(), *gates, beta=beta, output_final_state=True
+    )
+    assert torch.equal(o, wide[0].to(torch.float32 if gate is None else torch.float16))
+    assert o.dtype == (q if gate is None else v).dtype and torch.equal(state, wide[1])
+    o.sum().backward()
+    assert v.grad.dtype == torch.float16
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("lengths", [None, [0, 40, 32, 28]], ids=["dense", "packed"])
+def test_states_that_enter_each_chunk(lengths: list[int] | None, v_first: bool, float64_bounds: Any):
+    B, tokens, C = (1, 100, 32) if lengths else (2, 70, 32)
+    q, k, v = (torch.randn(B, tokens, n, d).double() for n, d in ((H, K), (H, K), (HV, V)))
+    g, beta = -torch.rand(B, tokens, HV, K).double(), torch.rand(B, tokens, HV).double()
+    S0 = torch.randn(len(lengths or (1, 1)), HV, *((V, K) if v_first else (K, V))).double()
+    options = {"output_final_state": True, "state_v_first": v_first, "use_qk_l2norm_in_kernel": True, "chunk_size": C}
+    cu = torch.tensor([0, *lengths]).cumsum(0) if lengths else None
+    o, state, h = fla.chunk_kda(
+        q, k, v, g, beta, initial_state=S0, cu_seqlens=cu, return_intermediate_states=True, **options
+    )
+    assert alike((o, state), fla.chunk_kda(q, k, v, g, beta, initial_state=S0, cu_seqlens=cu, **options))
+    rows = [x.split(lengths, 1) for x in (q, k, v, g, beta)] if lengths else [x.split(1) for x in (q, k, v, g, beta)]
+    expected = []
+    for i, row in enumerate(zip(*rows, strict=True)):
+        for start in range(0, row[0].shape[1], C):
+            before = fla.chunk_kda(*(x[:, :start] for x in row), initial_state=S0[i : i + 1], **options)[1]
+            expected.append(before)
+    float64_bounds.output("h", h.flatten(0, 1), torch.cat(expected))
+    assert h.shape[:2] == ((1, 4) if lengths else (2, 3))
+    none = fla.chunk_kda(q.half(), k.half(), v.half(), g, beta, cu_seqlens=cu, return_intermediate_states=True)
+    assert none[1] is None and none[2].dtype == torch.float16 and not none[2][:, 0].any()
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_path_attention_is_wyfolds(packed: bool):
     """With fla's meaning of the gate, which the softmax scale multiplies."""
@@ -195,12 +273,9 @@ def test_unsupported_arguments_are_refused():
     refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (TypeError, "cp_context must come from", lambda: fla.chunk_kda(q, k, v, gk, beta, cp_context=1)),
         (TypeError, "cp_context must come from", lambda: fla.chunk_gated_delta_rule(q, k, v, g, beta, cp_context=1)),
-        (wyfold.UnsupportedError, "gv is not", lambda: fla.fused_recurrent_gated_delta_rule(q, k, v, g, gv=v)),
-        (
-            wyfold.UnsupportedError,
-            "return_intermediate_states",
-            lambda: fla.chunk_kda(q, k, v, gk, beta, return_intermediate_states=True),
-        ),
+        (ValueError, r"`chunk_size` must be either 32 or 64 .* got 16", lambda: fla.chunk_kda(
+            q, k, v, gk, beta, chunk_size=16
+        )),
         (wyfold.UnsupportedError, "residual", lambda: fla.rms_norm_gated(v, v, None, None, prenorm=True)),
         # fla accepts and ignores these.
         (ValueError, "A_log must come with", lambda: fla.chunk_gated_delta_rule(q, k, v, g, beta, A_log=x["A_log"])),
@@ -209,6 +284,7 @@ def test_unsupported_arguments_are_refused():
         (ValueError, "gk must come with", lambda: fla.fused_recurrent_gated_delta_rule(
             q, k, v, gk=gk, use_gate_in_kernel=True
         )),
+        (ValueError, "beta must be", lambda: fla.fused_recurrent_gated_delta_rule(q, k, v, gv=v, beta=beta[:, 1:])),
         (TypeError, "outputfinalstate", lambda: fla.chunk_kda(q, k, v, gk, beta, outputfinalstate=True)),
         (TypeError, "head_first", lambda: fla.chunk_gated_delta_rule(q, k, v, g, beta, head_first=True)),
         (ValueError, "beta must be given", lambda: fla.chunk_scaled_dot_kkt_fwd(k)),

@@ -153,7 +153,7 @@ LEFT: dict[str, tuple[str, dict[str, Any], str]] = {
     "mixed": ("chunk_gated_delta_rule", {"q": torch.randn(2, T, H, K).bfloat16()}, "dtype"),
     "no rate": ("chunk_gated_delta_rule", {"use_gate_in_kernel": True}, "without A_log"),
     "wide": ("chunk_delta_rule", {"k": torch.randn(2, T, H, 264), "q": torch.randn(2, T, H, 264)}, "K"),
-    "states": ("chunk_kda", {"return_intermediate_states": True}, "return_intermediate_states"),
+    "states": ("chunk_kda", {"return_intermediate_states": True}, "outside of inference mode"),
     "graph": ("chunk_kda", {"use_graph": True}, "use_graph"),
     "no bound": ("chunk_kda", {"safe_gate": True, "use_gate_in_kernel": True, "A_log": torch.zeros(HV)}, "lower_bound"),
     "scale": ("fused_recurrent_delta_rule", {"scale": "1"}, "scale"),

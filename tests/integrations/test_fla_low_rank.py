@@ -82,9 +82,19 @@ def test_old_layout_names_and_the_gate_of_gdn2():
     assert all(map(torch.equal, steps, wyfold.fused_recurrent_gdn2(*first, **a, **rest)))
 
 
+def test_states_that_enter_each_chunk_of_gdn2():
+    a = drawn("gdn2")
+    o, state, h = fla.chunk_gdn2(**a, output_final_state=True, return_intermediate_states=True, chunk_size=16)
+    truth = wyfold.chunk_gdn2(
+        **a, output_final_state=True, return_intermediate_states=True, checkpoint_every=16, chunk_size=16
+    )
+    assert torch.equal(o, truth[0]) and torch.equal(state, truth[1])
+    assert torch.equal(h, torch.cat([a["initial_state"][:, None], truth[2]], 1))
+
+
 def test_what_is_not_offered_is_refused():
-    dplr, mul, gdn2 = (drawn(rule) for rule in ("dplr_delta_rule", "mul_rwkv7", "gdn2"))
-    for a in (dplr, mul, gdn2):
+    dplr, mul = (drawn(rule) for rule in ("dplr_delta_rule", "mul_rwkv7"))
+    for a in (dplr, mul):
         del a["initial_state"]
     with pytest.raises(UnsupportedError, match=r"^fused_recurrent_dplr_delta_rule: reverse=True is not offered"):
         fla.fused_recurrent_dplr_delta_rule(**dplr, reverse=True)
@@ -92,7 +102,5 @@ def test_what_is_not_offered_is_refused():
         fla.fused_mul_recurrent_rwkv7(**mul, reverse=True)
     with pytest.raises(TypeError, match=r"^fused_recurrent_gla: reverse must be True or False, got 'no'"):
         fla.fused_recurrent_gla(dplr["q"], dplr["k"], dplr["v"], reverse="no")
-    with pytest.raises(UnsupportedError, match=r"^chunk_gdn2: return_intermediate_states is not offered"):
-        fla.chunk_gdn2(**gdn2, return_intermediate_states=True)
     with pytest.raises(TypeError, match="cp_context must come from"):
         fla.chunk_dplr_delta_rule(**dplr, cp_context=1)

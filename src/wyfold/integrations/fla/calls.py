@@ -104,9 +104,17 @@ def _delta(arguments: Arguments) -> None:
 def _chunk_kda(arguments: Arguments) -> None:
     if arguments.get("use_graph"):
         raise Declined("use_graph, fla's fixed chunk list for CUDA graphs")
+    if arguments.get("return_intermediate_states") and not torch.is_inference_mode_enabled():
+        raise Declined("return_intermediate_states outside of inference mode, which fla refuses")
     _delta(arguments)
     if arguments.get("safe_gate") and arguments.get("use_gate_in_kernel") and arguments.get("lower_bound") is None:
         raise Declined("safe_gate with use_gate_in_kernel and without lower_bound, which fla refuses")
+
+
+def _fused_recurrent_gdn(arguments: Arguments) -> None:
+    if arguments.get("gv") is not None:
+        raise Declined("gv, for which Wyfold does eight times the work")
+    _delta(arguments)
 
 
 def _conv(arguments: Arguments) -> None:
@@ -129,7 +137,7 @@ OPERATORS: dict[str, Operator] = {
     "chunk_kda": Operator("fla.ops.kda", True, recurrences.chunk_kda, _chunk_kda),
     "fused_recurrent_delta_rule": Operator("fla.ops.delta_rule", False, recurrences.fused_recurrent_delta_rule, _delta),
     "fused_recurrent_gated_delta_rule": Operator(
-        "fla.ops.gated_delta_rule", False, recurrences.fused_recurrent_gated_delta_rule, _delta
+        "fla.ops.gated_delta_rule", False, recurrences.fused_recurrent_gated_delta_rule, _fused_recurrent_gdn
     ),
     "fused_recurrent_kda": Operator("fla.ops.kda", False, recurrences.fused_recurrent_kda, _delta),
     "causal_conv1d": Operator("fla.modules.convolution", False, pieces.causal_conv1d, _conv),

@@ -363,8 +363,8 @@ class KimiDeltaAttention(Mixer):
     ) -> Result:
         if not recurrent:
             options = {**options, "safe_gate": self.safe_gate}
-        rule = fused_recurrent_kda if recurrent else chunk_kda
-        return rule(
+        rule: Any = fused_recurrent_kda if recurrent else chunk_kda
+        found: Result = rule(
             q,
             k,
             v,
@@ -380,3 +380,4 @@ class KimiDeltaAttention(Mixer):
             lower_bound=self.lower_bound,
             **options,
         )
+        return found

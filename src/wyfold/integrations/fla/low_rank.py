@@ -7,8 +7,11 @@ log decay without them, so they are checked and otherwise ignored: nothing is cl
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
+from wyfold.integrations.fla.chunk_states import with_chunk_states
 from wyfold.integrations.fla.ranks import wyfold_context
 from wyfold.integrations.fla.recurrences import Result, v_first
 from wyfold.ops import comba, dplr, gdn2
@@ -169,19 +172,14 @@ def chunk_gdn2(
     dt_bias: Tensor | None = None,
     chunk_size: int | None = None,
     transpose_state_layout: bool | None = None,
-) -> Result:
+) -> gdn2.Result:
     """`wyfold.chunk_gdn2`; `safe_gate` also clamps precomputed gates at the bound.
 
-    Intermediate states raise UnsupportedError: fla returns those entering each chunk, Wyfold those after every n
-    tokens.
+    With `return_intermediate_states` a third result has the states that enter each chunk, as of `chunk_kda`.
     """
     context = wyfold_context("chunk_gdn2", cp_context, initial_state, output_final_state)
-    if return_intermediate_states:
-        raise UnsupportedError(
-            "chunk_gdn2: return_intermediate_states is not offered under fla's name",
-            {"wyfold": "wyfold.chunk_gdn2 returns states after every n tokens, fla those that enter each chunk"},
-        )
-    o, state = gdn2.chunk_gdn2(
+    every = (chunk_size or 64) if return_intermediate_states else None
+    found: Any = gdn2.chunk_gdn2(
         q,
         k,
         v,
@@ -203,8 +201,10 @@ def chunk_gdn2(
         lower_bound=lower_bound,
         chunk_size=chunk_size,
         disable_recompute=disable_recompute,
-    )[:2]
-    return o, state
+        return_intermediate_states=return_intermediate_states,
+        checkpoint_every=every,
+    )
+    return with_chunk_states(found, initial_state, cu_seqlens, cu_seqlens_cpu, k, every) if every else found[:2]
 
 
 def fused_recurrent_gdn2(
