@@ -45,8 +45,10 @@ def run(rule: str, results):
 def call(rule: str, placed):
     """`call(T, N, ...)`: arguments and incoming gradients on the GPU."""
 
-    def draw(T: int, N: int = 1, *, B: int = 1, dtype: torch.dtype = torch.bfloat16, K: int = 128) -> tuple[Call, Call]:
-        a = inputs.draw("random", rule, Shape(B, T, 2, 2, K, K), state="normal", sequences=N, dtype=dtype)
+    def draw(
+        T: int, N: int = 1, *, B: int = 1, dtype: torch.dtype = torch.bfloat16, K: int = 128, group: int = 1
+    ) -> tuple[Call, Call]:
+        a = inputs.draw("random", rule, Shape(B, T, 2, 2 * group, K, K), state="normal", sequences=N, dtype=dtype)
         fed = {"o": inputs.incoming(a["v"], 1), "state": inputs.incoming(a["initial_state"], 2)}
         return placed(a), placed(fed)
 
@@ -67,9 +69,13 @@ def same(got: dict[str, Tensor], expected: dict[str, Tensor], *context: object) 
         assert torch.equal(got[name], x), (name, *context)
 
 
-@pytest.mark.parametrize("dtype, K", [(torch.bfloat16, 128), (torch.float16, 128), (torch.float32, 64)], ids=str)
-def test_a_hundred_repeats_have_the_same_bits(dtype: torch.dtype, K: int, call, run):
-    a, fed = call(1000, 2, B=2, dtype=dtype, K=K)
+@pytest.mark.parametrize(
+    "dtype, K, group",
+    [(torch.bfloat16, 128, 1), (torch.bfloat16, 128, 3), (torch.float16, 128, 1), (torch.float32, 64, 1)],
+    ids=str,
+)
+def test_a_hundred_repeats_have_the_same_bits(dtype: torch.dtype, K: int, group: int, call, run):
+    a, fed = call(1000, 2, B=2, dtype=dtype, K=K, group=group)
     first = run(a, fed)
     for i in range(REPEATS):
         same(run(a, fed), first, i)
@@ -80,11 +86,12 @@ def test_kept_is_recomputed(call, run):
     same(run(a, fed, disable_recompute=True), run(a, fed))
 
 
+@pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("norm", [False, True], ids=["norm outside", "norm inside"])
-def test_packed_is_separate(norm: bool, call, run, card):
+def test_packed_is_separate(norm: bool, group: int, call, run, card):
     """Position and neighbours change no bit, nor do the rows past the last boundary."""
     T, N = sum(LENGTHS), len(LENGTHS)
-    a, fed = call(T + 9, N)
+    a, fed = call(T + 9, N, group=group)
     a["use_qk_l2norm_in_kernel"] = norm
     for x in (*(a[name] for name in PER_TOKEN if name in a), fed["o"]):
         x[:, T:] = math.nan

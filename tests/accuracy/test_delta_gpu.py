@@ -141,6 +141,14 @@ def test_widths(rule: str, K: int, V: int, judged):
         require(*judged(rule, drawn(family, rule, Shape(4, 150, 1, 2, K, V)), row))
 
 
+@pytest.mark.parametrize("group", [2, 3, 4])
+@pytest.mark.parametrize("rule", RULES)
+def test_groups_of_value_heads(rule: str, group: int, judged):
+    """Two key heads of 128 channels, with as many value heads each as real models have."""
+    for family in ("random", "identical"):
+        require(*judged(rule, drawn(family, rule, Shape(2, 200, 2, 2 * group, 128, 128)), None))
+
+
 @pytest.mark.parametrize("rule, gate", PREPARED)
 def test_packed_and_prepared_in_the_kernel(rule: str, gate: str | None, judged):
     """Norm, logits and gate inside, grouped value heads, and sequences of no token, of one, and of a chunk and one."""
