@@ -611,6 +611,14 @@ RUNTIME = (
         "runtime/test_side_stream.py::test_the_streams_wait_for_each_other",
     ),
     Mutant(
+        "large workspace of a recorded call is freed at its end",
+        "runtime/recorder.py",
+        "_Recorder.lifetimes",
+        "(born[n], died.get(n, made))",
+        "(0, made)",
+        "runtime/test_replay_cache.py::test_a_replay_frees_memory_as_early",
+    ),
+    Mutant(
         "work beside a forked stream is recorded as if it were in order",
         "runtime/recorder.py",
         "_Recorder.operation",

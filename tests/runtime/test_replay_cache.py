@@ -856,6 +856,36 @@ def test_a_replay_frees_memory_as_early(lines: list[tuple[Any, ...]]):
     ]
 
 
+def test_tensors_of_one_lifetime_share_memory(lines: list[tuple[Any, ...]]):
+    """It is freed after the last use of any of them, and before what is allocated next."""
+    kernel, count = Kernel(), recorder.POOLED_BYTES // 4 + 1
+
+    def add(of: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+        kernel_launch.launch_kernel(kernel, 1, of, to, 5, 1.0)
+        return to
+
+    def run(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second, result = x.new_empty(count), x.new_empty(count), x.new_empty(5)
+        add(add(x, first), second)
+        del first
+        add(second, result)
+        del second
+        return result, add(result, x.new_empty(5))
+
+    operator = PublicOperator(lambda *_: "plan", lambda _, tensors, __: run(*tensors))
+    for _ in range(4):
+        x = torch.randn(5)
+        with torch.no_grad():
+            result, last = planned(operator, (x,), ())
+        assert torch.equal(result, x + 1.0 + 1.0 + 1.0) and torch.equal(last, result + 1.0)
+    recording = first_recording()
+    assert isinstance(recording, Recording)
+    assert [type(step).__name__ for step in recording.steps] == [
+        *("Allocate", "Allocate", "RecordedLaunch", "RecordedLaunch", "RecordedLaunch", "Free"),
+        *("Allocate", "RecordedLaunch"),
+    ]
+
+
 def test_threads(lines: list[tuple[Any, ...]]):
     """Threads replay one recording on separate tensors, and no launch mixes their arguments."""
     made = decoded("gdn")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,11 +26,11 @@ from wyfold.runtime.side_stream import ForkJoin
 Result = TypeVar("Result")
 
 POOLED_BYTES = 1 << 20
-"""Largest workspace tensor that is merged into the call's one workspace allocation. PyTorch's allocator keeps larger
-tensors in a separate pool."""
+"""Largest workspace tensor that is kept to the end of the call. PyTorch's allocator keeps larger tensors in a separate
+pool."""
 
 ALIGNMENT = 512
-"""Alignment in bytes of what PyTorch's allocator returns, and of each tensor in the merged workspace."""
+"""Alignment in bytes of what PyTorch's allocator returns, and of each tensor in a shared allocation."""
 
 ALLOCATIONS = frozenset(
     f"aten::{name}" for name in ("empty", "new_empty", "empty_strided", "new_empty_strided", "empty_like")
@@ -268,33 +269,64 @@ class _Recorder(OperationMode):
         raise _NotRecordable(f"the result is a {type(result).__name__}")
 
     def assemble(self, results: Any, returned: dict[int, Tensor]) -> Recording:
-        """Build the recording. Small workspace tensors share one allocation, made first and freed with the call."""
+        """Build the recording. Workspace tensors of one lifetime share an allocation."""
         allocations = {step.tensor: step for step in self.steps if type(step) is Allocate}
         for number, x in returned.items():
             self.check_result(x, allocations.get(number))
         operands = {
             x.tensor for step in self.steps if type(step) is Operation for x in step.arguments if type(x) is View
         }
-        pooled = [n for n in allocations if n not in returned and n not in operands and self.sizes[n] <= POOLED_BYTES]
-        workspace, moved = len(self.given) + len(self.sizes), {}
-        size = 0
-        for number in pooled:
-            moved[number] = workspace, size
-            size += -(-self.sizes[number] // ALIGNMENT) * ALIGNMENT
-        steps: list[Step] = [Allocate(workspace, (size,), (1,), torch.uint8, self.make)] if pooled else []
+        workspace = [n for n in allocations if n not in returned and n not in operands]
+        shared: dict[tuple[int, int], int] = {}
+        moved: dict[int, tuple[int, int]] = {}
+        sizes: Counter[int] = Counter()
+        for number, lifetime in zip(workspace, self.lifetimes(workspace)):
+            memory = shared.setdefault(lifetime, len(self.given) + len(self.sizes) + len(shared))
+            moved[number] = memory, sizes[memory]
+            sizes[memory] += -(-self.sizes[number] // ALIGNMENT) * ALIGNMENT
+        users = Counter(memory for memory, _ in moved.values())
+        steps: list[Step] = []
         for step in self.steps:
             if type(step) is Allocate and step.tensor in returned:
                 x = returned[step.tensor]
                 steps.append(step._replace(shape=tuple(x.shape), stride=x.stride()))
-            elif not (isinstance(step, Allocate | Free) and step.tensor in moved):
+            elif type(step) is Allocate and step.tensor in moved:
+                memory = moved[step.tensor][0]
+                if memory in sizes:  # made with the first of its tensors
+                    steps.append(Allocate(memory, (sizes.pop(memory),), (1,), torch.uint8, self.make))
+            elif type(step) is Free and step.tensor in moved:
+                memory = moved[step.tensor][0]
+                users[memory] -= 1
+                if not users[memory]:  # and freed with the last one
+                    steps.append(Free(memory))
+            else:
                 steps.append(
                     step.rebind(lambda n, offset: (moved[n][0], moved[n][1] + offset) if n in moved else (n, offset))
                 )
         while type(steps[-1]) is Free:  # the end of a replay frees everything
             steps.pop()
-        made = len(self.sizes) + 1
+        made = len(self.sizes) + len(shared)
         same_tensor = tuple(self.same_tensor)
         return Recording(self.device, tuple(self.kernels), same_tensor, made, tuple(steps), results)
+
+    def lifetimes(self, workspace: list[int]) -> list[tuple[int, int]]:
+        """Lifetimes of tensors: how many others were freed before one was made, and how many made before it was freed.
+
+        Together, tensors of one lifetime take no more memory than apart. Small tensors live as long as the call: they
+        take little, and are neither counted nor freed earlier.
+        """
+        small = {n for n in workspace if self.sizes[n] <= POOLED_BYTES}
+        made, freed = 0, 0
+        born: dict[int, int] = {}
+        died: dict[int, int] = {}
+        for step in self.steps:
+            if type(step) is Allocate and step.tensor not in small:
+                made, born[step.tensor] = made + 1, freed
+            elif type(step) is Operation and step.made is not None:
+                made += 1
+            elif type(step) is Free and step.tensor not in small:
+                freed, died[step.tensor] = freed + 1, made
+        return [(0, made) if n in small else (born[n], died.get(n, made)) for n in workspace]
 
     def check_result(self, x: Tensor, allocation: Allocate | None) -> None:
         """Check that a result is an argument or a whole allocation.
