@@ -886,6 +886,32 @@ def test_tensors_of_one_lifetime_share_memory(lines: list[tuple[Any, ...]]):
     ]
 
 
+def test_descriptors_are_encoded_once_for_an_address(lines: list[tuple[Any, ...]]):
+    """Layers of a model replay one recording on their tensors in turn. Few encodings are kept."""
+    wide = lambda: torch.randn(B, T, HV, 128, dtype=torch.bfloat16)
+    layers = [chunked("gdn", q=wide(), k=wide(), v=wide()) for _ in range(4)]
+    make_replayed(layers[0], lines)
+    encode, recording = mock.Mock(side_effect=encoded), first_recording()
+    assert isinstance(recording, Recording)
+    steps = [
+        step._replace(encoders=tuple([encode] * len(step.descriptors)))
+        if isinstance(step, kernel_launch.RecordedLaunch)
+        else step
+        for step in recording.steps
+    ]
+    next(iter(replay_cache._entries.values())).recording = recording._replace(steps=tuple(steps))
+    for most in (1, 99):
+        for n, (call, given) in enumerate(layers * 3):
+            lines.clear()
+            encode.reset_mock()
+            with mock.patch.object(kernel_launch, "ENCODINGS", most), torch.no_grad():
+                call(**given)
+            addresses = {given[name].data_ptr() for name in "qkv"}
+            assert addresses <= {x[1] for line in lines for x in line if isinstance(x, tuple) and x[:1] == ("box",)}
+            if most > 1 and n >= len(layers):
+                assert not addresses & {call.args[0] for call in encode.call_args_list}
+
+
 def test_threads(lines: list[tuple[Any, ...]]):
     """Threads replay one recording on separate tensors, and no launch mixes their arguments."""
     made = decoded("gdn")

@@ -244,6 +244,10 @@ def has_launch_hooks(*kernels: Any) -> bool:
 # --- recording and dry runs
 
 
+ENCODINGS = 256
+"""Most encodings that are kept of a descriptor of a recorded launch."""
+
+
 class PointerSlot(NamedTuple):
     """An argument of a launch, or a field of a record, that is computed from an address.
 
@@ -282,7 +286,8 @@ class RecordedLaunch(NamedTuple):
         records: Slots of records that have tensors.
         descriptors: Slots of tensor descriptors.
         encoders: For each descriptor, the function that encodes it for an address.
-        encoded: For each descriptor, address and encoding at the last replay.
+        encoded: For each descriptor, its encodings by address. Layers of a model replay one launch on other addresses,
+            which repeat from step to step.
     """
 
     launch: CompiledLaunch
@@ -293,7 +298,7 @@ class RecordedLaunch(NamedTuple):
     records: tuple[RecordSlot, ...]
     descriptors: tuple[PointerSlot, ...]
     encoders: tuple[Callable[[int], Any], ...]
-    encoded: list[tuple[int, Any]]
+    encoded: tuple[dict[int, Any], ...]
 
     def rebind(self, to: Callable[[Any, int], tuple[Any, int]]) -> RecordedLaunch:
         """The same launch with its slots renumbered; see `recording.Step`."""
@@ -311,12 +316,13 @@ class RecordedLaunch(NamedTuple):
             arguments[slot] = addresses[number] + offset
         for slot, begin, end in records:
             arguments[slot] = tuple(arguments[begin:end])
-        for n, (slot, number, offset) in enumerate(descriptors):
+        for (slot, number, offset), encode, known in zip(descriptors, encoders, encoded):
             address = addresses[number] + offset
-            known, encoding = encoded[n]
-            if known != address:
-                encoding = encoders[n](address)
-                encoded[n] = address, encoding  # one assignment: other threads replay this launch as well
+            encoding = known.get(address)
+            if encoding is None:
+                if len(known) >= ENCODINGS:
+                    known.clear()
+                known[address] = encoding = encode(address)
             arguments[slot] = encoding
         run, function, metadata, *_ = launch
         run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments[:own])
@@ -350,7 +356,7 @@ def _recorded_launch(launch: CompiledLaunch, programs: int, arguments: tuple[Any
         slots.append(RecordSlot(slot, len(flat), len(flat) + len(fields)))
         pointers += [PointerSlot(len(flat) + n, x, 0) for n, x in enumerate(fields) if isinstance(x, Tensor)]
         flat += [0 if isinstance(x, Tensor) else x for x in fields]
-    encoded = [(-1, None)] * len(descriptors)
+    encoded = tuple([dict[int, Any]() for _ in descriptors])
     return RecordedLaunch(
         launch, programs, flat, own, tuple(pointers), tuple(slots), tuple(descriptors), tuple(encoders), encoded
     )
