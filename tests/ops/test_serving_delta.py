@@ -13,6 +13,7 @@ from torch import Tensor
 import wyfold
 from wyfold import serving
 from wyfold.ops import serving_call
+from wyfold.ops.delta_plan import best_chunk_size
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 from wyfold.runtime import segment_rule
@@ -361,8 +362,11 @@ POOLS: dict[str, tuple[torch.dtype, bool, bool]] = {
 @pytest.mark.parametrize("v_first", [False, True], ids=["K first", "V first"])
 def test_prefill_in_segments_is_the_chunk_call_in_segments(rule: str, v_first: bool, backend: str, device):
     """Cut, single-token, empty and skipped sequences; new ones, and output slots."""
-    lengths, slots, to = (85, 1, 0, 70, 2), (3, 0, -1, 9, 5), (3, 7, 2, 1, 99)
-    a = drawn(rule, device, backend, N=1, T=160)
+    C = best_chunk_size(torch.empty(1, 1, 1, 16, device=device), torch.empty(1, 1, 2, 24), channel_gate=rule == "kda")
+    lengths, slots, to = (5 * C + 5, 1, 0, 4 * C + 6, 2), (3, 0, -1, 9, 5), (3, 7, 2, 1, 99)
+    begin, end = lengths[0] + 1, sum(lengths[:4])
+    # A strong gate would hide the cut.
+    a = drawn(rule, device, backend, N=1, T=end + 4, gate=None if rule == "delta_rule" else "-1e-3")
     before, cu = a_pool(device, v_first=v_first), torch.tensor([0, *torch.tensor(lengths).cumsum(0)], device=device)
     given, pool = torch.tensor([True, False, True, True, True], device=device), before.clone()
     flags = {"cu_seqlens": cu, "state_v_first": v_first}
@@ -378,8 +382,8 @@ def test_prefill_in_segments_is_the_chunk_call_in_segments(rule: str, v_first: b
         whole, _ = op(**call, initial_state=entering, max_splits=1, **flags)
     stages = [launch.split(" ")[0] for launch in plan.forward]
     assert plan.segments == 3 and {"state_pool", "segment_summary", "segment_fold"} <= {*stages}
-    expected[:, 86:156] = 0  # the row without a slot
-    assert torch.equal(o, expected) and not torch.equal(o[:, :86], whole[:, :86])
+    expected[:, begin:end] = 0  # the row without a slot
+    assert torch.equal(o, expected) and not torch.equal(o[:, :begin], whole[:, :begin])
     after = before.clone()
     after[[3, 7]] = state[:2]
     assert torch.equal(pool, after)
