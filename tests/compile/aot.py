@@ -645,7 +645,7 @@ STATES = (("chunk_size", 64), ("state_v_first", True), ("return_intermediate_sta
 
 PER_ARCHITECTURE: dict[str, tuple[Call | ServingCall | RankCall, ...]] = {
     "sm_90": (
-        # `gradients` takes the longest to compile, and other calls have it.
+        # `gradients` in Triton, for which such a call is left with groups of heads, takes the longest to compile.
         Call(
             "chunk_kda, gate inside",
             options=(("chunk_size", 64),),
