@@ -51,8 +51,8 @@ def delta(rule: str, dtype: torch.dtype, device: torch.device, *, form: str = "c
     return getattr(wyfold, f"{form}_{rule}")(**a, **more, backend="triton")
 
 
-def ttt(dtype: torch.dtype, device: torch.device):
-    a = inputs.draw("random", "ttt_linear", Shape(1, 20, 1, 1, 16, 16), state="normal", dtype=dtype)
+def ttt(dtype: torch.dtype, device: torch.device, D: int = 16):
+    a = inputs.draw("random", "ttt_linear", Shape(1, 20, 1, 1, D, D), state="normal", dtype=dtype)
     a = {name: x.to(device).requires_grad_() for name, x in a.items()}
     return wyfold.chunk_ttt_linear(**a, output_final_state=True, backend="triton")
 
@@ -100,6 +100,7 @@ CALLS: dict[str, Callable[[torch.device], Any]] = {
     "GDN, segments": cut,
     "TTT, bf16": lambda d: ttt(BF16, d),
     "TTT, fp32": lambda d: ttt(FP32, d),
+    "TTT, bf16, narrow": lambda d: ttt(BF16, d, 3),
     "decode": lambda d: served("decode", BF16, d, has_initial_state=FLAGS),
     "verify": lambda d: served("verify", FP32, d, num_accepted_tokens=torch.tensor([1, 3])),
     "prefill": lambda d: served("prefill", BF16, d, has_initial_state=FLAGS),

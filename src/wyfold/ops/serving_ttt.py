@@ -11,7 +11,7 @@ from wyfold.autograd.serving_ttt import serve_ttt_op
 from wyfold.kernels import table
 from wyfold.kernels.trial import Trial, sample
 from wyfold.ops.serving_call import slot_samples, swap_batch_time
-from wyfold.ops.ttt_call import check_form, check_tokens, column, split_numbers
+from wyfold.ops.ttt_call import LEAST_IN_TRIAL, check_form, check_tokens, column, split_numbers, wide_sample
 from wyfold.ops.ttt_linear import TTTState
 from wyfold.runtime import check
 from wyfold.runtime.replay_cache import PublicOperator, planned
@@ -127,17 +127,17 @@ def _make_plan(tensors: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[float
 
     def trial() -> Trial:
         samples = (
-            *(sample(x, "normal" if x is cast[2] else "unit", "BT") for x in cast),
+            *(wide_sample(x, "normal" if x is cast[2] else "unit", "BT") for x in cast),
             sample(column(v, eta), "step", "BT"),
             None if eta_col is None else sample(column(v, eta_col), "weight", "BT"),
-            sample(w, "weight", ""),
-            sample(b, "step", ""),
-            *(sample(x, "normal", "S") for x in pool[:4]),
+            wide_sample(w, "weight", ""),
+            wide_sample(b, "step", ""),
+            *(wide_sample(x, "normal", "S", widths) for x, widths in zip(pool[:4], (2, 1, 2, 1), strict=True)),
             sample(pool.position, "position", "S"),
             slot_samples(state_indices, None)[0],
-            sample(v if out is None else out, "normal", "BT"),
+            wide_sample(v if out is None else out, "normal", "BT"),
         )
-        values = -1, residual, int(D) ** -0.5, float(eps), chunk_size, "triton"
+        values = -1, residual, max(int(D), LEAST_IN_TRIAL) ** -0.5, float(eps), chunk_size, "triton"
         return Trial(_OP, "serve_ttt", samples, values, (), sequences=9, tokens=1, gradients=False)
 
     plan = table.plan(

@@ -16,7 +16,7 @@ from wyfold.autograd.ttt_records import TTTOptions, TTTResult, TTTTensors
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.context_parallel.ttt import ttt_across_ranks
 from wyfold.kernels import table
-from wyfold.kernels.trial import STATES, Trial, boundary_sample, sample
+from wyfold.kernels.trial import STATES, Sample, Trial, boundary_sample, sample
 from wyfold.ops.rank_agreement import check_shard, ranked_call
 from wyfold.runtime import check
 from wyfold.runtime.chunk_layout import CHUNK_SIZES
@@ -27,6 +27,8 @@ from wyfold.runtime.replay_cache import PublicOperator
 from wyfold.runtime.torch_ops import apply, in_autocast_dtype, traced
 
 WIDEST = 128
+LEAST_IN_TRIAL = 8
+"""Least channels of a self-check: rounding in the norm of a narrower row is too large to be told from a fault."""
 RESIDUALS = ("o", "q")
 
 
@@ -183,27 +185,35 @@ def _trial(t: TTTTensors, options: TTTOptions) -> Trial:
         options.operator,
         "ttt_fwd",
         (
-            sample(q, "unit", "BT"),
-            sample(k, "unit", "BT"),
-            sample(v, "normal", "BT"),
-            sample(t.w, "weight", ""),
-            sample(t.b, "step", ""),
+            wide_sample(q, "unit", "BT"),
+            wide_sample(k, "unit", "BT"),
+            wide_sample(v, "normal", "BT"),
+            wide_sample(t.w, "weight", ""),
+            wide_sample(t.b, "step", ""),
             sample(t.eta, "step", "BT"),
             sample(t.eta_col, "weight", "BT"),
-            sample(t.state, "normal", "N"),
-            sample(t.bias, "normal", "N"),
+            wide_sample(t.state, "normal", "N", widths=2),
+            wide_sample(t.bias, "normal", "N"),
             None,
             None,
             None,
             boundary_sample(t.cu_seqlens),
         ),
-        tuple(options._replace(scale=v.shape[3] ** -0.5)),
+        tuple(options._replace(scale=max(v.shape[3], LEAST_IN_TRIAL) ** -0.5)),
         ("o", "state", "state_bias"),
         sequences=-(-STATES // v.shape[2]),
         packed=t.cu_seqlens is not None,
         gradients=options.save,
         rounding="inputs",
     )
+
+
+def wide_sample(x: Tensor | None, kind: str, lead: str, widths: int = 1) -> Sample | None:
+    """Sample of a tensor whose last dimensions are D, with at least `LEAST_IN_TRIAL` channels."""
+    found = sample(x, kind, lead)
+    if found is None:
+        return None
+    return found._replace(rest=(*found.rest[:-widths], *[max(n, LEAST_IN_TRIAL) for n in found.rest[-widths:]]))
 
 
 def _collectives(context: ContextParallel, v: Tensor) -> tuple[str, ...]:

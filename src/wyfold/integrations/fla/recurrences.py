@@ -235,7 +235,7 @@ def chunk_kda(
     context = wyfold_context("chunk_kda", cp_context, initial_state, output_final_state)
     if chunk_size not in (None, 32, 64):
         raise ValueError(
-            f"chunk_kda: `chunk_size` must be either 32 or 64 under fla's name, got {chunk_size}; wyfold.chunk_kda "
+            f"chunk_kda: `chunk_size` must be either 32 or 64 under fla's name, got {chunk_size!r}; wyfold.chunk_kda "
             "also has 16"
         )
     states_first = v_first("chunk_kda", state_v_first, transpose_state_layout)
