@@ -28,7 +28,7 @@ from wyfold.runtime.torch_ops import apply, in_autocast_dtype, traced
 
 WIDEST = 128
 LEAST_IN_TRIAL = 8
-"""Least channels of a self-check: rounding in the norm of a narrower row is too large to be told from a fault."""
+"""Least channels of a self-check: rounding in the norm of a narrower row looks like a fault."""
 RESIDUALS = ("o", "q")
 
 
