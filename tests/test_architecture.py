@@ -40,15 +40,20 @@ class File:
     def tree(self) -> ast.Module:
         return _parse(self.text)
 
+    @property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """The tree's nodes, in the order of `ast.walk`."""
+        return _nodes(self.text)
+
     def calls(self) -> Iterator[tuple[ast.Call, str]]:
         """Every call with the dotted name of its function, empty if the function is not a dotted name."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Call):
                 yield node, dotted(node.func)
 
     def imports(self) -> Iterator[tuple[ast.stmt, str]]:
         """Every import statement at any depth, with the module it names."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 yield from ((node, alias.name) for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -60,6 +65,12 @@ def _parse(text: str) -> ast.Module:
     return ast.parse(text)
 
 
+@cache
+def _nodes(text: str) -> tuple[ast.AST, ...]:
+    """Found once for all rules: `ast.walk` takes longer than any of them."""
+    return tuple(ast.walk(_parse(text)))
+
+
 def dotted(node: ast.AST) -> str:
     """`a.b.c` for nested attributes, empty for any other expression."""
     if isinstance(node, ast.Name):
@@ -69,6 +80,7 @@ def dotted(node: ast.AST) -> str:
     return ""
 
 
+@cache
 def files(folder: Path) -> list[File]:
     """All Python files below a folder, parsed lazily."""
     return [File(p.relative_to(ROOT), p.read_text(encoding="utf-8")) for p in sorted(folder.rglob("*.py"))]
@@ -91,14 +103,14 @@ def environment_reads(file: File) -> Iterator[ast.AST]:
     """Only the user's cache, and plug-ins, which engines load without options, read environment variables."""
     if file.path.name in ("user_cache.py", "engine_hooks.py"):
         return
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if dotted(node) in ("os.environ", "os.getenv") or (isinstance(node, ast.ImportFrom) and node.module == "os"):
             yield node
 
 
 def atomics_and_tuning(file: File) -> Iterator[ast.AST]:
     """No atomics, no autotuning, no configuration lists in decorators."""
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
         if name.startswith("atomic_") or name in ("autotune", "heuristics"):
             yield node
@@ -106,7 +118,7 @@ def atomics_and_tuning(file: File) -> Iterator[ast.AST]:
 
 def contraction_left_to_triton(file: File) -> Iterator[ast.AST]:
     """A launch states whether products and sums are contracted: the default changes from Triton 3.9 to 3.10."""
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.Call) and dotted(node.func) == "launch_kernel":
             unpacked = any(keyword.arg is None for keyword in node.keywords)  # such as `Config.options`, which has it
             if not unpacked and not any(keyword.arg == "enable_fp_fusion" for keyword in node.keywords):
@@ -157,7 +169,7 @@ def libraries_that_unpickle(file: File) -> Iterator[ast.AST]:
 
 def import_forms(file: File) -> Iterator[ast.AST]:
     """Imports are absolute and name every object."""
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.ImportFrom) and (node.level or any(alias.name == "*" for alias in node.names)):
             yield node
 
@@ -209,7 +221,7 @@ def patches_and_test_code(file: File) -> Iterator[ast.AST]:
         path = PACKAGE.parent.joinpath(*name.split("."))
         if path.with_suffix(".py").is_file() or path.is_dir():
             modules.add(name.rpartition(".")[2])
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if any(isinstance(target, ast.Attribute) and dotted(target.value) in modules for target in targets):
             yield node
@@ -217,7 +229,7 @@ def patches_and_test_code(file: File) -> Iterator[ast.AST]:
 
 def keyword_arguments(file: File) -> Iterator[ast.AST]:
     """Public functions have no `**kwargs`: an unknown keyword raises Python's own TypeError."""
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if not isinstance(node, ast.FunctionDef) or file.subpackage not in ("ops", "layers", "models"):
             continue
         private = node.name.startswith("_") and node.name != "__init__"
@@ -228,7 +240,7 @@ def keyword_arguments(file: File) -> Iterator[ast.AST]:
 
 def assert_statements(file: File) -> Iterator[ast.AST]:
     """No `assert`: a user's mistake is a ValueError or TypeError that names the argument, also under -O."""
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.Assert):
             yield node
 
@@ -248,7 +260,7 @@ def gate_kind(file: File) -> Iterator[ast.AST]:
     """
     if file.subpackage not in ("context_parallel", "autograd", "kernels", "tile") or "decay" in file.path.parts:
         return
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.Attribute) and node.attr in ("dim", "ndim") and is_gate(node.value):
             yield node
         elif isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert) and asks_about_gate(node.test):
@@ -281,11 +293,11 @@ def unnamed_results(file: File) -> Iterator[ast.AST]:
             shaped_by_others |= {dotted(argument) for argument in call.args}
     methods = {
         id(method)
-        for node in ast.walk(file.tree)
+        for node in file.nodes
         if isinstance(node, ast.ClassDef) and any(dotted(base).endswith("autograd.Function") for base in node.bases)
         for method in node.body
     }
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.FunctionDef) and on_device(node):
             continue
         if isinstance(node, ast.FunctionDef) and node.name not in shaped_by_others and id(node) not in methods:
@@ -354,12 +366,12 @@ PASSING_ON = ("dict", "os.environ.copy", "os.environ.clear", "os.environ.update"
 def environment_switches(file: File) -> Iterator[ast.AST]:
     """No environment variable selects what is tested. Passing the environment on, and becoming a child, are allowed."""
     passed_on = set()
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.Dict):
             passed_on |= {id(value) for key, value in zip(node.keys, node.values, strict=True) if key is None}
         elif isinstance(node, ast.Call) and dotted(node.func) in PASSING_ON:
             passed_on |= {id(part) for part in [*node.args, getattr(node.func, "value", None)]}
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if dotted(node) == "os.getenv" or (dotted(node) == "os.environ" and id(node) not in passed_on):
             yield node
 
@@ -503,7 +515,7 @@ def kernel_names(sources: list[File]) -> list[str]:
     return [
         node.name
         for file in sources
-        for node in ast.walk(file.tree)
+        for node in file.nodes
         if isinstance(node, ast.FunctionDef) and node.name.startswith("wyfold_")
     ]
 
