@@ -34,7 +34,7 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -484,16 +484,46 @@ def cache_layout_passes() -> Iterator[None]:
         yield
 
 
-def rows_of(call: Call | ServingCall | RankCall, architecture: str) -> set[tuple[str, str]]:
-    """(kernel, row) of every configuration that a call uses. Compiles nothing."""
-    found, usual = set(), kernel_configs.row
+class Launch(NamedTuple):
+    """A launch of a call.
+
+    Attributes:
+        kernel: "stage.language".
+        function: Name of the kernel's function.
+        options: Names of the launch's keywords.
+    """
+
+    kernel: str
+    function: str
+    options: frozenset[str]
+
+
+class Uncompiled(NamedTuple):
+    """What a call launches.
+
+    Attributes:
+        rows: (kernel, row) of every configuration that it uses.
+        launches: Its launches.
+    """
+
+    rows: set[tuple[str, str]]
+    launches: list[Launch]
+
+
+@functools.cache
+def uncompiled(call: Call | ServingCall | RankCall, architecture: str) -> Uncompiled:
+    """Make a call and compile nothing."""
+    found, usual = Uncompiled(set(), []), kernel_configs.row
 
     def row(architecture: str, kernel: str, key: LaunchKey) -> str:
         name = usual(architecture, kernel, key)
-        found.add((kernel, name))
+        found.rows.add((kernel, name))
         return name
 
-    with mock.patch.object(kernel_configs, "row", row), pretend_gpu(architecture, lambda *_, **__: None):
+    def launched(kernel: Any, *_: Any, **options: Any) -> None:
+        found.launches.append(Launch(kernel_name(kernel), kernel.fn.__name__, frozenset(options)))
+
+    with mock.patch.object(kernel_configs, "row", row), pretend_gpu(architecture, launched):
         call.run()
     return found
 

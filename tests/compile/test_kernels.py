@@ -98,7 +98,7 @@ def test_no_configuration_is_left_out(architecture: str):
     taken = {
         (kernel, row)
         for call in calls
-        for kernel, row in aot.rows_of(call, architecture)
+        for kernel, row in aot.uncompiled(call, architecture).rows
         if aot.in_make_test(call, kernel)
     }
     shipped = {(kernel, row) for kernel, rows in kernel_configs._table(architecture).items() for row in rows}
@@ -110,27 +110,15 @@ def test_no_kernel_is_left_out(architecture: str):
     """Kernels that `only` excludes from a call are compiled in another one, also those without a configuration."""
     found = {True: set(), False: set()}
     for call in aot.calls(architecture):
-
-        def launched(kernel, *_, call=call, **__) -> None:
-            found[aot.in_make_test(call, aot.kernel_name(kernel))].add(kernel.fn.__name__)
-
-        with aot.pretend_gpu(architecture, launched):
-            call.run()
-    assert not found[False] - found[True]
+        for launch in aot.uncompiled(call, architecture).launches:
+            found[aot.in_make_test(call, launch.kernel)].add(launch.function)
+    assert found[True] and not found[False] - found[True]
 
 
 def test_every_launch_decides_about_fused_multiply_adds():
     """Triton's default depends on its version, and 3.9 warns where it is taken."""
-    undecided = set()
-
-    def launched(kernel, *_, **options) -> None:
-        if "enable_fp_fusion" not in options:
-            undecided.add(kernel.fn.__name__)
-
-    for call in aot.calls("sm_90"):
-        with aot.pretend_gpu("sm_90", launched):
-            call.run()
-    assert not undecided
+    launches = [launch for call in aot.calls("sm_90") for launch in aot.uncompiled(call, "sm_90").launches]
+    assert launches and not {launch.function for launch in launches if "enable_fp_fusion" not in launch.options}
 
 
 @pytest.mark.long
@@ -145,12 +133,12 @@ def test_kernels_compile_for_amd():
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_only_names_kernels_of_the_call(architecture: str):
     for call in aot.calls(architecture):
-        assert set(call.only) <= {kernel for kernel, _ in aot.rows_of(call, architecture)}
+        assert set(call.only) <= {kernel for kernel, _ in aot.uncompiled(call, architecture).rows}
 
 
 @pytest.mark.parametrize("call", [call for call in (*aot.CALLS, *aot.EXTENDED) if not call.wrt], ids=str)
 def test_explain_names_the_rows_that_the_call_uses(call: aot.Call):
-    assert aot.explained_rows(call, "sm_90") == aot.rows_of(call, "sm_90")
+    assert aot.explained_rows(call, "sm_90") == aot.uncompiled(call, "sm_90").rows
 
 
 def test_explain_names_the_language_of_each_launch():
