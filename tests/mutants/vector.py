@@ -443,8 +443,16 @@ GLUON_KERNELS = (
         "gradients of outputs are read before they have arrived",
         "kernels/gradients/gluon/__init__.py",
         "",
-        "mbarrier.wait(smem.values_ready, 0)",
+        "mbarrier.wait(smem.values_ready, r % 2)",
         "pass",
+        "emulator/test_gradients.py::test_gradients",
+    ),
+    Mutant(
+        "gradients of a key head lack those of a value head",
+        "kernels/gradients/gluon/__init__.py",
+        "",
+        "is_later = gl.zeros([BT, BK], gl.int32, LC) + r > 0",
+        "is_later = gl.zeros([BT, BK], gl.int32, LC) + r > 1",
         "emulator/test_gradients.py::test_gradients",
     ),
     Mutant(
