@@ -195,13 +195,15 @@ class DeltaMixer(nn.Module):
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, T, H, K], and k [B, T n, H, K] and v [B, T n, HV, V] of n updates, from [B, T, channels]."""
-        q, k, v = qkv.split(self.channels, dim=-1)
+        q, k, v = qkv.split_with_sizes(self.channels, -1)
         keys = self._rows(k, self.num_heads, self.head_dim)
         values = self._rows(v, self.num_v_heads, self.head_v_dim)
         return q.unflatten(-1, (self.num_heads, self.head_dim)), keys, values
 
     def _rows(self, x: Tensor, *sizes: int) -> Tensor:
         """[B, T, n heads ..] -> [B, T n, heads, ..]: one row for each of a token's n updates."""
+        if self.updates == 1:  # each view is another node for autograd
+            return x.unflatten(-1, sizes) if len(sizes) > 1 else x
         return x.unflatten(-1, (self.updates, *sizes)).flatten(1, 2)
 
     def _served(self, x: Tensor, layout: SequenceLayout | None, pool: LayerPool) -> Tensor:
