@@ -33,7 +33,7 @@ def unknown_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: torch.
     """This device, as one whose kernels are not verified, with a new cache. Few processors keep the checks small."""
     monkeypatch.setenv("WYFOLD_CACHE", str(tmp_path))
     monkeypatch.delenv("WYFOLD_SELF_CHECK", raising=False)
-    monkeypatch.setattr(self_check, "unproven", lambda device: True)
+    monkeypatch.setattr(self_check, "unproven", lambda *_: True)
     monkeypatch.setattr(self_check, "_outcomes", {})
     monkeypatch.setattr(replay_cache, "_entries", {})
     monkeypatch.setattr(replay_cache, "_alike", {})
@@ -312,7 +312,7 @@ OPTIONS = DeltaOptions(
 
 def over_ranks(given: None, group: dist.ProcessGroup) -> None:
     """Each rank checks the kernels of one rank and those between ranks, then all run."""
-    self_check.unproven = lambda device: True
+    self_check.unproven = lambda *_: True
     kernel_configs.processors = lambda device: 4
     context = build_cp_context(torch.tensor([0, 20, 90]), group)
     q = torch.ones(1, context.tokens, 1, 16, requires_grad=True)
@@ -325,7 +325,7 @@ def over_ranks(given: None, group: dist.ProcessGroup) -> None:
 
 def refused_on_one_rank(given: None, group: dist.ProcessGroup) -> None:
     """A failed check on one rank is an error on all, and no rank waits for another."""
-    self_check.unproven = lambda device: True
+    self_check.unproven = lambda *_: True
     rank = dist.get_rank(group)
     answer = self_check.Outcome("failed", "dk is wrong on this card") if rank == 1 else self_check.Outcome("passed")
     self_check.outcome = lambda trial, device, run: answer
@@ -365,7 +365,7 @@ if conftest.interpreting():
 from wyfold.kernels import self_check
 import wyfold
 
-self_check.unproven = lambda device: True
+self_check.unproven = lambda *_: True
 x = torch.ones(3, 24, device=sys.argv[1], requires_grad=True)
 wyfold.l2norm(x, backend="triton").sum().backward()
 print(next(iter(self_check._outcomes.values())).state)

@@ -61,9 +61,9 @@ class Machine:
         found = {"triton": "3.9.0", "torch": "2.15.0", "cuda": "13.0", "sources": "abc", **versions}
         self.monkeypatch.setattr(self_check, "toolchain", lambda: found)
 
-    def plan(self, backend: str | None = None, small: Trial = TRIAL) -> Any:
+    def plan(self, backend: str | None = None, small: Trial = TRIAL, **options: Any) -> Any:
         return table.plan(
-            "chunk_kda", CUDA, backend, forward=("scan",), dtypes=(torch.bfloat16,), trials=lambda: (small,)
+            "chunk_kda", CUDA, backend, forward=("scan",), dtypes=(torch.bfloat16,), trials=lambda: (small,), **options
         )
 
     def refusal(self, backend: str | None = None) -> str:
@@ -104,6 +104,29 @@ def test_a_verified_card_is_not_checked(machine, tmp_path):
     machine.support = triton_support.support_for("sm_90", "3.6.0")
     assert machine.plan().self_check == "verified"
     assert machine.runs == 0 and not files(tmp_path)
+
+
+def test_widths_that_ran_on_no_card_are_checked_on_a_verified_one(machine):
+    machine.support = triton_support.support_for("sm_90", "3.6.0")
+    assert [machine.plan(unrun=True).self_check for _ in range(2)] == ["passed"] * 2 and machine.runs == 1
+
+
+@pytest.mark.parametrize("D", [60, 64])
+def test_which_widths_ran_on_no_card(D: int, monkeypatch):
+    """Those of TTT-Linear and of key grams that are no multiple of 8."""
+    noted = []
+    usual = table.plan
+    monkeypatch.setattr(
+        table, "plan", lambda *args, **options: noted.append(options["unrun"]) or usual(*args, **options)
+    )
+    x, w = torch.ones(1, 1, 1, D), torch.ones(1, D)
+    states = torch.zeros(1, 1, D, D), torch.zeros(1, 1, 1, D)
+    wyfold.chunk_ttt_linear(x, x, x, w, w, 0.1)
+    wyfold.serving.ttt_decode(
+        x, x, x, w, w, 0.1, wyfold.TTTState(*states, *map(torch.clone, states), torch.zeros(1, dtype=torch.int32))
+    )
+    wyfold.chunk_scaled_dot_kkt(x, torch.ones(1, 1, 1))
+    assert noted == [D == 60] * 3
 
 
 def test_a_wrong_kernel_is_refused_with_its_figure_and_a_remedy(machine):

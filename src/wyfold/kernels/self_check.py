@@ -72,11 +72,15 @@ def collecting() -> Iterator[dict[tuple[Trial, str], dict[str, Any]]]:
 
 
 @constant_to_compilers
-def unproven(device: torch.device) -> bool:
-    """Whether kernels need a self-check on a device: on GPUs without a verified entry in the support table."""
+def unproven(device: torch.device, unrun: bool = False) -> bool:
+    """Whether kernels need a self-check on a device: on GPUs without a verified entry in the support table.
+
+    Args:
+        unrun: Kernels of this kind have not run on any GPU. They are checked on verified ones, too.
+    """
     if _collected is not None:
         return device.type == "cuda" or triton_support.interpreting()
-    return device.type == "cuda" and not _trusting and not triton_support.support_of(device).verified
+    return device.type == "cuda" and not _trusting and (unrun or not triton_support.support_of(device).verified)
 
 
 def outcome(trial: Trial, device: torch.device, *, run: bool) -> Outcome:

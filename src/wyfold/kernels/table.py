@@ -126,6 +126,7 @@ def plan(
     keys: Callable[[], StageKeys] = tuple,
     sizes: Sequence[tuple[str, str]] = (),
     trials: Callable[[], tuple[Trial, ...]] = tuple,
+    unrun: bool = False,
 ) -> Plan:
     """Choose the backend and the table entries for the launches of one call. Inside `explain` the call ends here.
 
@@ -147,6 +148,7 @@ def plan(
         keys: Returns (stage, launch configuration key) of every kernel; called only inside `explain`.
         sizes: (stage, words of such a key) that decide whether the stage's kernels fit the GPU.
         trials: Returns small calls with the same kernels, for their self-check.
+        unrun: Kernels of the call's widths have not run on any GPU, so verified ones make the self-check, too.
 
     Raises:
         ValueError: `backend` is not the name of a backend.
@@ -173,7 +175,7 @@ def plan(
     found = Plan(operator, chosen, *launches, dict(reasons), chunk_size, count, copies, collectives)
     found = dataclasses.replace(found, segments=segments, widths=widths)
     if chosen == "triton":
-        found = dataclasses.replace(found, self_check=_self_check(operator, device, reasons, trials))
+        found = dataclasses.replace(found, self_check=_self_check(operator, device, reasons, trials, unrun))
     if chosen == "triton" and explaining():
         found = _with_kernels(found, forward, backward, device, keys(), kept)
         in_gluon = any(".gluon)" in launched for launched in found.forward + found.backward)
@@ -183,14 +185,18 @@ def plan(
 
 
 def _self_check(
-    operator: str, device: torch.device, reasons: dict[str, str], trials: Callable[[], tuple[Trial, ...]]
+    operator: str,
+    device: torch.device,
+    reasons: dict[str, str],
+    trials: Callable[[], tuple[Trial, ...]],
+    unrun: bool,
 ) -> str:
     """State of the self-check of a call's kernels, which is made now if the call is to run.
 
     Raises:
         UnsupportedError: It failed, or it cannot be made.
     """
-    if not self_check.unproven(device):
+    if not self_check.unproven(device, unrun):
         return "verified"
     states = []
     for trial in trials():

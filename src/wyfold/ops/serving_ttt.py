@@ -148,6 +148,7 @@ def _make_plan(tensors: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[float
         dtypes=table.dtypes(*cast, *pool[:4]),
         keys=lambda: [("ttt_decode", table.kernel_module("ttt_decode", "triton").launch_key(D))],
         trials=lambda: (trial(),),
+        unrun=int(D) % 8 != 0,
     )
     return int(D) ** -0.5 if scale is None else check.number(_OP, "scale", scale), plan.backend
 

@@ -175,6 +175,7 @@ def _plan(
         keys=lambda: _launch_keys(v.device, q.dtype, D, C),
         sizes=() if q.dtype == torch.float64 else (("ttt", f"{dtype_word(q.dtype)} K{int(D)} C{C}"),),
         trials=lambda: (_trial(_as_tensors(t, flags), options),),
+        unrun=int(D) % 8 != 0,
     )
 
 
