@@ -195,11 +195,11 @@ def test_maps_are_left_when_they_are_zeros(B: int, placed, monkeypatch):
     found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     summary = gluon.segment_summary
 
-    def both(*arguments: Any) -> None:
+    def both(*arguments: Any, horizon: bool) -> None:
         *given, H, M = arguments
         others = torch.full_like(H, torch.nan), torch.full_like(M, torch.nan)
-        triton.segment_summary(*given, *others)
-        summary(*arguments)
+        triton.segment_summary(*given, *others, horizon=horizon)
+        summary(*arguments, horizon=horizon)
         found.append((H.clone(), M.clone(), *others))
 
     monkeypatch.setattr(gluon, "segment_summary", both)
@@ -217,6 +217,39 @@ def test_maps_are_left_when_they_are_zeros(B: int, placed, monkeypatch):
     assert torch.equal((M == 0).flatten(2).all(-1), gone)
     assert torch.equal((M.view(torch.int32) == -(2**31)).flatten(2).any(-1), gone)
     assert torch.equal((M.view(torch.int32) == -(2**31)).flatten(2).all(-1), gone)
+
+
+def test_the_horizon_changes_no_bit_of_summaries(placed, monkeypatch):
+    """What is behind the exact horizon changes no bit: Gluon's H, M and c from there on and of all chunks."""
+    from wyfold.kernels.segment_summary import gluon
+
+    a = placed(inputs.draw("random", "gated_delta_rule", Shape(1, 64 * 80, 4, 4, 128, 128), dtype=torch.bfloat16))
+    a["g"] = torch.nn.functional.logsigmoid(torch.randn_like(a["g"])) * torch.tensor([1, 2, 0.1, 1e-3]).to(a["g"])
+    found: list[tuple[str, bool]] = []
+
+    def watched(name: str, results: int) -> None:
+        usual = getattr(gluon, name)
+
+        def both(*arguments: Any, horizon: bool) -> None:
+            given = arguments[:-results]
+            others = [torch.full_like(x, torch.nan) for x in arguments[-results:]]
+            usual(*given, *others, horizon=False)
+            usual(*arguments, horizon=True)
+            found.extend((name, torch.equal(x, y)) for x, y in zip(arguments[-results:], others, strict=True))
+
+        monkeypatch.setattr(gluon, name, both)
+
+    watched("segment_summary", 2)
+    watched("segment_summary_bwd", 1)
+    replay_cache.forget()
+    with segment_rule.forced(5):
+        a["v"].requires_grad_()
+        o, _ = wyfold.chunk_gated_delta_rule(**a, use_qk_l2norm_in_kernel=True)
+        o.backward(torch.randn_like(o))
+    replay_cache.forget()
+    if not found:
+        pytest.skip("segment_summary is not launched in Gluon on this card")
+    assert [name for name, equal in found if not equal] == []
 
 
 @pytest.mark.parametrize("t", [1, 64, 100, 191])

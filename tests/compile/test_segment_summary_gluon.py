@@ -7,12 +7,17 @@ import pytest
 from tests.compile import aot
 from tests.compile.machine_code import disassemble, mma_loops, overwritten_operands
 
+from wyfold.autograd.kernel_call import KernelCall
+
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
-@pytest.mark.parametrize("operator", ["chunk_gated_delta_rule", "chunk_kda"])
-def test_no_wait_is_added(operator: str):
+@pytest.mark.parametrize(
+    "operator, horizon", [("chunk_gated_delta_rule", False), ("chunk_gated_delta_rule", True), ("chunk_kda", False)]
+)
+def test_no_wait_is_added(operator: str, horizon: bool, monkeypatch):
     """ptxas may add a wait if an accumulator is written during another product (docs/facts/compilers.md, PTXAS-4)."""
+    monkeypatch.setattr(KernelCall, "begins_at_horizon", lambda *_: horizon)
     call = aot.Call(operator, options=(("chunk_size", 64),), heads=32, wrt=("initial_state",), segments=4)
     found = []
 

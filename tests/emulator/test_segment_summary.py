@@ -115,7 +115,26 @@ def test_loads_stop_when_the_map_is_zero(form):
     assert (loads[1] < loads[0]) == (form[0] == "scalar"), loads
 
 
-def summarised(machine: Machine, config: tuple[dict[str, int], int], call: Call, segments: Segments) -> None:
+@pytest.mark.parametrize("form, config", [*zip(FORMS[:2], CONFIGS, strict=True)], ids=str)
+def test_only_chunks_in_reach_are_loaded(form, config):
+    """Chunks of 2^-100: three erase any state. Segments have six and four chunks, and one ends in a part of one."""
+    loads = []
+    for horizon, beta in ((False, 1.0), (True, 1.0), (True, 3.0)):
+        machine = Machine("late", "last")
+        for check in (summarised, graded):
+            call, segments = packed(form, [17 * C + 5, 12 * C], HV=1)
+            call.prepared.rows[:, 0] *= 2.0**-100
+            call.prepared.rows[:, 3] *= beta
+            call.prepared.total[:] = 2.0**-100
+            check(machine, config, call, segments, horizon=horizon)
+        loads.append(machine.loads)
+    assert loads[1] < 0.7 * loads[0]
+    assert loads[2] == loads[0], "strengths above 2 may expand a state"
+
+
+def summarised(
+    machine: Machine, config: tuple[dict[str, int], int], call: Call, segments: Segments, *, horizon: bool = False
+) -> None:
     """Run `segment_summary`, and check its output."""
     shape = segments.borders, call.v.shape[2]
     H, M = (torch.full((*shape, width, call.q.shape[3]), UNWRITTEN).mT for width in (call.v.shape[3], call.q.shape[3]))
@@ -123,11 +142,13 @@ def summarised(machine: Machine, config: tuple[dict[str, int], int], call: Call,
     maps(call, segments, *want)
     call.spoil()
     with machine.installed(forward, Config(4, config[1], config[0])):
-        forward.segment_summary(call.k, call.v, call.prepared, call.S0, segments, LaunchKey(), H, M)
+        forward.segment_summary(call.k, call.v, call.prepared, call.S0, segments, LaunchKey(), H, M, horizon=horizon)
     require_close(machine, H=written(H, want[0]), M=written(M, want[1]))
 
 
-def graded(machine: Machine, config: tuple[dict[str, int], int], call: Call, segments: Segments) -> None:
+def graded(
+    machine: Machine, config: tuple[dict[str, int], int], call: Call, segments: Segments, *, horizon: bool = False
+) -> None:
     """Run `segment_summary_bwd`, and check its output."""
     c = torch.full((segments.borders, call.v.shape[2], call.v.shape[3], call.q.shape[3]), UNWRITTEN).mT
     want = c.clone()
@@ -135,6 +156,7 @@ def graded(machine: Machine, config: tuple[dict[str, int], int], call: Call, seg
     call.spoil()
     with machine.installed(backward, Config(4, config[1], config[0])):
         backward.segment_summary_bwd(
-            call.q, call.k, call.prepared, call.do, call.dST, segments, options(scale=SCALE), LaunchKey(), c
-        )
+            call.q, call.k, call.prepared, call.do, call.dST, segments, options(scale=SCALE), LaunchKey(), c,
+            horizon=horizon,
+        )  # fmt: skip
     require_close(machine, c=written(c, want))

@@ -4,6 +4,7 @@ The segments of a sequence do not depend on other sequences; an uncut sequence h
 """
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -13,10 +14,14 @@ from tests.interpret.test_delta_ops import verdicts
 from torch import Tensor
 
 import wyfold
+from wyfold.autograd import kernel_call
+from wyfold.autograd.kernel_call import KernelCall
+from wyfold.kernels import table
 from wyfold.reference import inputs
 from wyfold.reference.error import require
 from wyfold.reference.shapes import Shape
 from wyfold.runtime import segment_rule
+from wyfold.runtime.kernel_configs import Config
 
 RULES = ("delta_rule", "gated_delta_rule", "kda")
 PER_TOKEN = ("q", "k", "v", "g", "beta")
@@ -106,6 +111,86 @@ def test_maps_of_fast_decays_are_zeros(rule: str, lost: str, device, results, mo
         assert torch.equal(found[name].nan_to_num(0, 0, 0), x.nan_to_num(0, 0, 0)), name
     assert found["o"].isfinite().all() == (lost != "initial_state")
     assert found["dk"].isfinite().all() == (not lost)
+
+
+ALWAYS = lambda call, key: key.gate == "scalar" and call.options.qk_l2norm
+
+
+def test_behind_the_horizon_sequences_have_the_bits_of_whole_ones(device, results, monkeypatch):
+    """Segments of four chunks, of which three are summarised."""
+    monkeypatch.setattr(KernelCall, "begins_at_horizon", ALWAYS)
+    a = call("gated_delta_rule", Shape(1, 128, 1, 2, 16, 16), device, gate="-20")
+    fed = {"o": inputs.incoming(a["v"], 1), "state": inputs.incoming(a["initial_state"], 2)}
+    whole = results(wyfold.chunk_gdn, a, None, fed)
+    with segment_rule.forced(2):
+        found = results(wyfold.chunk_gdn, a, None, fed)
+    assert all(torch.equal(found[name], x) for name, x in whole.items())
+
+
+@pytest.mark.parametrize(
+    "rule, norm, configured",
+    [("gated_delta_rule", True, 1), ("gated_delta_rule", True, 0), ("gated_delta_rule", False, 1), ("kda", True, 1)],
+)
+def test_what_the_horizon_needs(rule: str, norm: bool, configured: int, device, monkeypatch):
+    """A configuration, keys of norm 1, and a scalar gate."""
+    module, found = table.kernel_module("segment_summary", "triton"), []
+    monkeypatch.setattr(kernel_call, "tuned", lambda *_: Config(blocks={"HORIZON": configured}))
+    monkeypatch.setattr(module, "segment_summary", lambda *_, horizon: found.append(horizon))
+    a = call(rule, Shape(1, 4 * C, 1, 1, 16, 16), device) | {"use_qk_l2norm_in_kernel": norm}
+    with segment_rule.forced(2), torch.no_grad():
+        getattr(wyfold, f"chunk_{rule}")(**a)
+    assert found == [rule == "gated_delta_rule" and norm and configured == 1]
+
+
+EDGE = {"inside": 91.8, "outside": 95.2}
+"""Powers of two by which a chunk decays: three chunks leave a float32 of a state of 2^127, or nothing."""
+
+
+@pytest.mark.parametrize("on", ["eager", "triton"])
+@pytest.mark.parametrize("case", ["inside", "outside", "outside, but a beta above 2"])
+@pytest.mark.parametrize("value", [2.0**127, torch.nan], ids=["largest", "NaN"])
+def test_summaries_begin_at_the_exact_horizon(value: float, case: str, on: str, device, monkeypatch):
+    """The only information of a segment is three chunks from its border: v of the first segment, do of the second.
+
+    What is outside of the horizon has no effect, and would have none; what is inside arrives.
+    """
+    monkeypatch.setattr(KernelCall, "begins_at_horizon", ALWAYS)
+    module, found = table.kernel_module("segment_summary", on), {}
+
+    def watched(name: str) -> None:
+        usual = getattr(module, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            result = usual(*arguments, **options)
+            found[name] = arguments[-1 if name.endswith("bwd") else -2] if result is None else result
+            return result
+
+        monkeypatch.setattr(module, name, call)
+
+    watched("segment_summary")
+    watched("segment_summary_bwd")
+    chunks, K = 12, 16
+    zeros = torch.zeros(1, chunks * C, 1, K, device=device)
+    q, k, v, do = zeros.clone(), zeros.clone(), zeros.clone(), zeros.clone()
+    q[..., 0], k[..., 1] = 1, 1
+    first, last = 3 * C - 1, 9 * C
+    k[:, first], v[:, first, :, 2], do[:, last, :, 3] = q[:, 0], value, value
+    g = torch.full((1, chunks * C, 1), -EDGE[case.split(",")[0]] / C * math.log(2), device=device)
+    beta = torch.ones_like(g)
+    if case not in EDGE:
+        beta[:, [4 * C, 7 * C]] = 2.5
+    g[:, last] = 0
+    options = {"scale": 1.0, "use_qk_l2norm_in_kernel": True, "chunk_size": C, "backend": on}
+    with segment_rule.forced(2):
+        o, _ = wyfold.chunk_gdn(q, k, v.requires_grad_(), g, beta, **options)
+        o.backward(do)
+    # The eager launch returns the summaries of all segments, the kernels write those at the border.
+    H, c = found["segment_summary"][0, 0, 0, 2], found["segment_summary_bwd"][-1, 0, 0, 3]
+    for name, x in (("H", H), ("c", c)):
+        if math.isnan(value):
+            assert x.isnan() == (case != "outside"), name
+        else:
+            assert (x != 0) == (case == "inside"), name
 
 
 @pytest.mark.parametrize("rule", RULES[::2])

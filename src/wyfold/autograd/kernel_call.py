@@ -20,9 +20,10 @@ from wyfold.kernels import table
 from wyfold.kernels.records import Prepared
 from wyfold.runtime import check
 from wyfold.runtime.chunk_layout import ChunkGrid, Segments
-from wyfold.runtime.kernel_configs import LaunchKey
+from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.options import DeltaOptions
+from wyfold.tile.decay.horizon.eager import has_horizon
 
 
 class KernelCall:
@@ -112,19 +113,29 @@ class KernelCall:
         self, k: Tensor, v: Tensor, prepared: Prepared, initial: Tensor | None, states: Tensor, maps: Tensor
     ) -> None:
         """Write H [borders, HV, V, K] and M [borders, HV, K, K] of the segment that ends at each border."""
-        summary = table.selected_module(
-            "segment_summary", self.options.backend, self.key._replace(launch="fwd"), k.device
-        ).segment_summary
-        summary(k, v, prepared, initial, self.segments, self.key, states.mT, maps.mT)
+        key = self.key._replace(launch="fwd")
+        summary = table.selected_module("segment_summary", self.options.backend, key, k.device).segment_summary
+        horizon = self.begins_at_horizon(key)
+        summary(k, v, prepared, initial, self.segments, self.key, states.mT, maps.mT, horizon=horizon)
 
     def summary_bwd(
         self, q: Tensor, k: Tensor, prepared: Prepared, do: Tensor, final: Tensor | None, gradients: Tensor
     ) -> None:
         """Write c [borders, HV, V, K] of the segment that begins at each border."""
-        summary_bwd = table.selected_module(
-            "segment_summary", self.options.backend, self.key._replace(launch="bwd"), k.device
-        ).segment_summary_bwd
-        summary_bwd(q, k, prepared, do, final, self.segments, self.options, self.key, gradients.mT)
+        key = self.key._replace(launch="bwd")
+        summary_bwd = table.selected_module("segment_summary", self.options.backend, key, k.device).segment_summary_bwd
+        arguments = q, k, prepared, do, final, self.segments, self.options, self.key, gradients.mT
+        summary_bwd(*arguments, horizon=self.begins_at_horizon(key))
+
+    def begins_at_horizon(self, key: LaunchKey) -> bool:
+        """Whether summaries begin at the exact horizon (`tile/decay/horizon`).
+
+        The gate is scalar, keys have at most the norm 1, and HORIZON is set in the kernel's configuration.
+        """
+        device = self.t.q.device
+        backend = table.selected_backend("segment_summary", self.options.backend, key, device)
+        configured = bool(tuned(f"segment_summary.{backend}", key, device).blocks.get("HORIZON"))
+        return configured and has_horizon(key.gate, normalized=self.options.qk_l2norm)
 
     def fold(self, states: Tensor, maps: Tensor, *, reverse: bool, divided: Tensor | None = None) -> None:
         """Turn summaries into the states (or their gradients) at the borders, in place.

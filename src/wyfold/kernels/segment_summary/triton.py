@@ -3,6 +3,9 @@
 Forward, H and M belong to the segment that ends at the border; backward, c belongs to the one that begins there. The
 last segment of a sequence (forward) and the first (backward) need no summary.
 
+With `horizon`, a program begins at the first chunk whose effect can reach the border (`tile/decay/horizon`): H from
+zeros, and M is zeros if that is not the segment's first chunk. c begins at the last such chunk.
+
 As in the scans the state is held transposed. M is the identity run through the scan with values of zero, so its tiles
 are K further value rows. Results that the scans store per chunk, and inputs that only those need, are omitted. Only the
 last segment of a sequence can have a partial chunk, and only c covers it.
@@ -23,6 +26,7 @@ from wyfold.runtime.chunk_layout import Segments
 from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
+from wyfold.tile.decay.horizon.triton import chunks_in_reach
 from wyfold.tile.dot.triton import contracts, mm, operand, precision
 from wyfold.tile.index.triton import (
     Packing,
@@ -54,6 +58,8 @@ def segment_summary(
     key: LaunchKey,
     H: Tensor,
     M: Tensor,
+    *,
+    horizon: bool,
 ) -> None:
     """Maps of the segments that end at borders.
 
@@ -67,6 +73,7 @@ def segment_summary(
         H: [borders, HV, K, V] float32 view, written.
         M: [borders, HV, K, K] float32 view, written; zeros for a segment that begins a sequence. Only a row of zeros
             holds negative zeros.
+        horizon: Begin at the horizon. The gate is scalar, and `prepare` normalised the keys.
     """
     (HK, K), (HV, V), grid = k.shape[2:], v.shape[2:], segments.grid
     config = tuned("segment_summary.triton", key, k.device)
@@ -83,6 +90,7 @@ def segment_summary(
         x_rows=x_rows,
         x_total=x_total,
         x_E=x_E,
+        p_rows=prepared.rows if horizon else None,
         tokens=Tokens(s_k=None if channel else k.stride(), s_v=v.stride(), W=W),
         maps=Maps(S0=initial_state, s_S0=strides(initial_state), H=H, s_H=strides(H), M=M, s_M=strides(M)),
         segments=SegmentIndex(sequence=segments.sequence, first=segments.first, leading=segments.leading),
@@ -124,6 +132,8 @@ def segment_summary_bwd(
     options: DeltaOptions,
     key: LaunchKey,
     c: Tensor,
+    *,
+    horizon: bool,
 ) -> None:
     """Gradients of the states entering the segments that begin at borders.
 
@@ -136,6 +146,7 @@ def segment_summary_bwd(
         options: Uses `scale`.
         key: Key of the launch configuration.
         c: [borders, HV, K, V] float32 view, written.
+        horizon: As of `segment_summary`.
     """
     (HK, K), (HV, V), grid = q.shape[2:], do.shape[2:], segments.grid
     config = tuned("segment_summary.triton", key._replace(launch="bwd"), q.device)
@@ -160,6 +171,7 @@ def segment_summary_bwd(
         x_rows=x_rows,
         x_total=x_total,
         x_E=x_E,
+        p_rows=prepared.rows if horizon else None,
         tokens=ReverseTokens(
             s_q=None if channel else q.stride(), s_k=None if channel else k.stride(), s_do=do.stride(), F=F, W=W
         ),
@@ -291,6 +303,7 @@ def wyfold_segment_summary_triton(
     x_rows,
     x_total,
     x_E,
+    p_rows,
     tokens,
     maps,
     segments,
@@ -324,12 +337,19 @@ def wyfold_segment_summary_triton(
     steps = (length // BT).to(tl.int32)
     inputs = Inputs(x_k, x_v, x_rows, x_total, x_E)
     if (i_n < N) & (ends == 0):
+        holds_S0, without_M = begins, begins
+        if p_rows is not None:
+            reach = chunks_in_reach(x_total, p_rows, i_tile + (steps - 1) * HV, -HV, steps, BT)
+            holds_S0, without_M = begins & (reach == steps), begins | (reach < steps)
+            i_tile += (steps - reach) * HV
+            t += (steps - reach) * BT
+            steps = reach
         total = 0.0
         if i_v < NV:
             column = (i_v * BV).to(tl.int32)
             b_S = tl.zeros((BV, BK), tl.float32)
             if maps.S0 is not None:
-                if begins:
+                if holds_S0:
                     b_S = load_state(maps.S0, maps.s_S0, i_n, i_hv, column, K, V, BK, BV)
             if not CHANNEL:
                 total = tl.load(x_total + i_tile)
@@ -346,9 +366,9 @@ def wyfold_segment_summary_triton(
         else:
             column = ((i_v - NV) * BV).to(tl.int32)
             # The first segment needs no M: its entering state is known.
-            steps = tl.where(begins, 0, steps)
+            steps = tl.where(without_M, 0, steps)
             b_S = (column + tl.arange(0, BV)[:, None] == tl.arange(0, BK)[None, :]).to(tl.float32)
-            b_S = tl.where(begins, 0.0, b_S)
+            b_S = tl.where(without_M, 0.0, b_S)
             if not CHANNEL:
                 total = tl.load(x_total + i_tile)
             for i in tl.range(0, steps, num_stages=STAGES):
@@ -422,6 +442,7 @@ def wyfold_segment_summary_bwd_triton(
     x_rows,
     x_total,
     x_E,
+    p_rows,
     tokens,
     gradients,
     segments,
@@ -458,6 +479,12 @@ def wyfold_segment_summary_bwd_triton(
         steps = tl.cdiv(length, BT).to(tl.int32)
     inputs = ReverseInputs(x_q, x_k, x_do, x_rows, x_total, x_E)
     if (i_n < N) & (begins == 0):
+        if p_rows is not None:
+            count = tl.cdiv(length, BT).to(tl.int32)
+            reach = chunks_in_reach(x_total, p_rows, i_tile, HV, count, BT)
+            ends = ends & (reach == count)
+            length = tl.where(reach < count, reach * BT, length)
+            steps = tl.minimum(reach, steps)
         total = 0.0
         b_dS = tl.zeros((BV, BK), tl.float32)
         if gradients.dST is not None:

@@ -32,6 +32,7 @@ from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.gluon import chunk_decay
+from wyfold.tile.decay.horizon.gluon import chunks_in_reach
 from wyfold.tile.dot.gluon import one_over
 from wyfold.tile.index.gluon import (
     barrier,
@@ -69,6 +70,8 @@ def segment_summary_bwd(
     options: DeltaOptions,
     key: LaunchKey,
     c: Tensor,
+    *,
+    horizon: bool,
 ) -> None:
     """Gradients of the states entering the segments that begin at borders.
 
@@ -83,6 +86,7 @@ def segment_summary_bwd(
         options: Uses `scale`.
         key: Key of the launch configuration.
         c: [borders, HV, K, V] float32 view, written.
+        horizon: As of the Triton launch.
     """
     (HK, K), (HV, V), grid = q.shape[2:], do.shape[2:], segments.grid
     config = tuned("segment_summary.gluon", key._replace(launch="bwd"), q.device)
@@ -103,6 +107,7 @@ def segment_summary_bwd(
         x_total=x_total,
         x_F=x_F,
         x_write=x_write,
+        p_rows=prepared.rows if horizon else None,
         heads=Heads(h_q=q.stride(2), h_k=k.stride(2), h_do=do.stride(2)),
         gradients=Gradients(dST=dST, s_dST=strides(dST), c=c, s_c=strides(c)),
         segments=SegmentIndex(sequence=segments.sequence, first=segments.first, leading=segments.leading),
@@ -250,6 +255,7 @@ def wyfold_segment_summary_bwd_gluon(
     x_total,
     x_F,
     x_write,
+    p_rows,
     heads,
     gradients,
     segments,
@@ -281,6 +287,12 @@ def wyfold_segment_summary_bwd_gluon(
     column = (i_v * BV).to(gl.int32)
     count = ((length + (BT - 1)) // BT).to(gl.int32) * needed
     tail_rows = (length % BT).to(gl.int32) * needed
+    if p_rows is not None:
+        reach = chunks_in_reach(x_total, p_rows, i_tile, HV, count, BT)
+        # Nothing of the final state's gradient or of the chunks behind the reach is left at the border.
+        ends = ends & (reach == count)
+        tail_rows = gl.where(reach < count, 0, tail_rows)
+        count = reach
 
     q = gl.allocate_shared_memory(x_q.dtype, [STAGES, BT, K], x_q.layout)
     k = gl.allocate_shared_memory(x_k.dtype, [STAGES, BT, K], x_k.layout)

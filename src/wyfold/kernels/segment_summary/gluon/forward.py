@@ -33,6 +33,7 @@ from wyfold.runtime.chunk_layout import Segments
 from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.decay.gluon import chunk_decay
+from wyfold.tile.decay.horizon.gluon import chunks_in_reach
 from wyfold.tile.index.gluon import barrier, clear_lower, gluon_descriptors, quarters, tma_load, tma_load_upper
 from wyfold.tile.index.triton import (
     Packing,
@@ -59,6 +60,8 @@ def segment_summary(
     key: LaunchKey,
     H: Tensor,
     M: Tensor,
+    *,
+    horizon: bool,
 ) -> None:
     """Maps of the segments that end at borders.
 
@@ -74,6 +77,7 @@ def segment_summary(
         H: [borders, HV, K, V] float32 view, written.
         M: [borders, HV, K, K] float32 view, written; zeros for a segment that begins a sequence. Only a row of zeros
             holds negative zeros.
+        horizon: As of the Triton launch.
     """
     (HK, K), (HV, V), grid = k.shape[2:], v.shape[2:], segments.grid
     config = tuned("segment_summary.gluon", key._replace(launch="fwd"), k.device)
@@ -92,6 +96,7 @@ def segment_summary(
         x_rows=x_rows,
         x_total=x_total,
         x_write=x_write,
+        p_rows=prepared.rows if horizon else None,
         heads=Heads(h_k=k.stride(2), h_v=v.stride(2)),
         maps=Maps(S0=initial_state, s_S0=strides(initial_state), H=H, s_H=strides(H), M=M, s_M=strides(M)),
         segments=SegmentIndex(sequence=segments.sequence, first=segments.first, leading=segments.leading),
@@ -210,7 +215,7 @@ class Coords(NamedTuple):
         tile: First tile.
         n: Sequence.
         border: Border at which the segment ends.
-        begins: The sequence begins in this segment.
+        begins: The sequence begins in this segment; of H with its initial state, of M with zeros.
         hv: Value head.
         column: First value row of H or of M.
         steps: Number of chunks.
@@ -234,6 +239,7 @@ def wyfold_segment_summary_gluon(
     x_rows,
     x_total,
     x_write,
+    p_rows,
     heads,
     maps,
     segments,
@@ -273,6 +279,14 @@ def wyfold_segment_summary_gluon(
     column = (i_v * BV).to(gl.int32)
     # The first segment needs no M: its entering state is known.
     steps = (length // BT).to(gl.int32) * needed * gl.where(begins, of_H, 1)
+    if p_rows is not None:
+        reach = chunks_in_reach(x_total, p_rows, i_tile + (steps - 1) * HV, -HV, steps, BT)
+        # What enters the segment is lost: H begins as if its sequence did not begin here, and M is zeros.
+        skipped = steps - reach
+        begins = gl.where(skipped > 0, of_H == 0, begins)
+        i_tile += skipped * HV
+        t += skipped * BT
+        steps = gl.where((skipped > 0) & (of_H == 0), 0, reach)
 
     k = gl.allocate_shared_memory(x_k.dtype, [STAGES, BT, K], x_k.layout)
     v = gl.allocate_shared_memory(x_v.dtype, [STAGES * PARTS, BT, BW], x_v.layout)

@@ -1,0 +1,46 @@
+"""The horizon in PyTorch."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from wyfold.runtime.chunk_layout import ChunkTable
+
+HORIZON = {torch.float32: -282, torch.float64: -2103}
+"""Power of two at and below which a decay erases any state: float32 holds 2^-149 to 2^128, and K is at most 128."""
+
+
+def has_horizon(gate: str | None, *, normalized: bool) -> bool:
+    """Whether decays bound the transitions of a gate of this kind. normalized: keys have at most the norm 1."""
+    return gate == "scalar" and normalized
+
+
+def lost_states(G: Tensor | None, k: Tensor, beta: Tensor, table: ChunkTable, *, reverse: bool) -> Tensor:
+    """Whether the state that enters a chunk is lost before it leaves its sequence.
+
+    Args:
+        G: [n, C, 1 or K] running sum of the log gate of each chunk; None without a gate.
+        k: [n, C, K] keys that erase.
+        beta: [n, C, 1] write strengths.
+        table: Chunk grid.
+        reverse: The state is a gradient, which enters a chunk at its end and passes earlier ones.
+
+    Returns:
+        [n] bool. False for the chunk at which a sequence's own state enters, and for any gate but a scalar one.
+    """
+    lost = torch.zeros(k.shape[0], dtype=torch.bool, device=k.device)
+    if G is None or G.shape[-1] > 1 or not table.columns:
+        return lost
+    heads = k.shape[0] // table.chunks
+    contracts = ((beta[..., 0] * k.square().sum(-1) - 1).abs() <= 1 + 1e-5).all(-1)
+    power = torch.where(contracts, G[:, -1, 0].double() / math.log(2), math.inf)
+    passed = power.new_zeros(table.columns[0] * heads)
+    columns = list(zip(table.starts, table.columns, [*table.columns[1:], 0], strict=True))
+    for first, count, later in columns if reverse else reversed(columns):
+        chunks, inside = slice(first * heads, (first + count) * heads), later if reverse else count * (first > 0)
+        passed[: count * heads] += power[chunks]
+        lost[chunks][: inside * heads] = passed[: inside * heads] <= HORIZON[k.dtype]
+    return lost
