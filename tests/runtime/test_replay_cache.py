@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import wyfold
 from wyfold import SequenceLayout, serving
 from wyfold.runtime import check, kernel_configs, kernel_launch, recorder, replay_cache
-from wyfold.runtime.recording import _FAST_EMPTY, Operation
+from wyfold.runtime.recording import _FAST_EMPTY, Allocate, Operation
 from wyfold.runtime.replay_cache import PublicOperator, Recording, planned
 
 triton = pytest.importorskip("triton")
@@ -802,6 +802,20 @@ def test_under_autocast(lines: list[tuple[Any, ...]]):
             assert set(found) == {torch.float32 if type(context) is torch.no_grad else torch.bfloat16}
     # The forward inside a recorded call is not recorded separately.
     assert {type(x) for x in recordings()} == {Recording}
+
+
+def test_memory_is_filled_where_deterministic_algorithms_are_demanded(lines: list[tuple[Any, ...]]):
+    """By `torch.empty_strided`; the faster functions of PyTorch do not fill it."""
+    made, filled = chunked("gdn"), torch.are_deterministic_algorithms_enabled()
+    try:
+        for demanded in (False, True):
+            torch.use_deterministic_algorithms(demanded)
+            make_replayed(made, lines)
+    finally:
+        torch.use_deterministic_algorithms(filled)
+    steps = [x.steps for x in recordings() if isinstance(x, Recording)]
+    fast = [{step.make in _FAST_EMPTY.values() for step in each if isinstance(step, Allocate)} for each in steps]
+    assert fast == [{True}, {False}]
 
 
 def test_the_cache_is_bounded(lines: list[tuple[Any, ...]]):
