@@ -144,6 +144,18 @@ def test_convolution_and_norm_when_they_are_asked_for(fla: ModuleType):
     assert accelerated.report.served == 2
 
 
+def test_served_as_fla_returns_them(fla: ModuleType):
+    """States that enter each chunk, in inference mode, and different dtypes token by token."""
+    x = tensors()
+    with accelerate() as accelerated, torch.inference_mode():
+        kda = function("chunk_kda")(**x, **gate("chunk_kda"), return_intermediate_states=True)
+        name = "fused_recurrent_gated_delta_rule"
+        o, _ = function(name)(**{**x, "v": x["v"].half()}, **gate(name))
+    assert kda[2].shape == (2, 1, HV, K, V) and kda[2].dtype == x["k"].dtype
+    assert o.dtype == torch.float16
+    assert accelerated.report.served == 2
+
+
 # --- calls that are left to fla --------------------------------------------------------------------------------------
 
 LEFT: dict[str, tuple[str, dict[str, Any], str]] = {
