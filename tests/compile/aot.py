@@ -611,6 +611,9 @@ GPU_CHUNKS = (("chunk_size", 64),)
 SCANS = ("scan.triton", "scan_bwd.triton")
 """Kernels whose code differs in calls with unusual widths or row addresses."""
 
+LOW_RANK = tuple(f"low_rank_{name}.triton" for name in ("prepare", "scan", "scan_bwd", "recurrent"))
+"""Kernels of the low-rank rules whose rows depend on the dtype or the widths."""
+
 SEGMENTS = ("segment_summary.triton", "segment_fold.triton")
 """Kernels that only calls in segments have."""
 
@@ -637,6 +640,11 @@ CALLS = (
             ("float16", 128, 16, False),
         )
     ),
+    Call("chunk_dplr_delta_rule", packed=True),
+    Call("chunk_rwkv7", "float32", 64, 64, only=LOW_RANK[:3]),
+    Call("chunk_dplr_delta_rule", K=256, V=256, wrt=("initial_state",), only=LOW_RANK[1:3]),
+    Call("fused_recurrent_gdn2", packed=True, wrt=("initial_state",), only=LOW_RANK[3:]),
+    Call("fused_recurrent_rwkv7", "float32", 256, 256, wrt=("initial_state",), only=LOW_RANK[3:]),
     Call("fused_recurrent_kda", packed=True),
     Call(
         "fused_recurrent_gated_delta_rule",

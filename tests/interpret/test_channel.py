@@ -16,7 +16,8 @@ index = pytest.importorskip("wyfold.tile.index.triton", reason="Triton is not in
 dot = pytest.importorskip("wyfold.tile.dot.triton", reason="Triton is not installed")
 
 NEAR, LOG2_E = tile.NEAR, 1.4426950408889634
-channel_bwd, store_near_pairs, PairMemory = tile.channel_bwd, tile.store_near_pairs, tile.PairMemory
+channel_bwd, store_near_pairs = tile.channel_bwd, tile.store_near_pairs
+PairMemory, PairRows = tile.PairMemory, tile.PairRows
 TokenRows = index.TokenRows
 load_sub_chunks, store_sub_chunks, load_tile = index.load_sub_chunks, index.store_sub_chunks, index.load_tile
 FLOOR, K = -104.0, 64
@@ -41,8 +42,9 @@ def adjoint(
     b_carried = tl.load(p_carried + i * K + tl.arange(0, K))
     tl.debug_barrier()
     b_dq, b_dk, b_dg = channel_bwd(
-        b_q, b_k, b_g, PairMemory(p_pairs, p_near, i, zero), b_dq, b_dk, b_dk_write, b_carried, tl.float32, PRECISION
-    )
+        PairRows(b_q, b_k), b_g, PairMemory(p_pairs, p_near, i, zero), b_dq, b_dk, b_dk_write, b_carried, tl.float32,
+        PRECISION,
+    )  # fmt: skip
     store_sub_chunks(p_out, i * 3, 0, b_dq, zero, K, BT, K, NEAR)
     store_sub_chunks(p_out, i * 3 + 1, 0, b_dk, zero, K, BT, K, NEAR)
     store_sub_chunks(p_out, i * 3 + 2, 0, b_dg, zero, K, BT, K, NEAR)

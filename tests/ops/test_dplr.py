@@ -5,7 +5,7 @@ import torch
 from tests.ops.low_rank_calls import OPERATORS, agree
 
 import wyfold
-from wyfold import SequenceLayout, UnsupportedError, reference
+from wyfold import SequenceLayout, reference
 from wyfold.reference import inputs
 from wyfold.reference.error import judge, require
 from wyfold.reference.shapes import Shape
@@ -137,20 +137,6 @@ def test_safe_gate_raises_the_decay(results):
         safe = results(op, a, safe_gate=True, lower_bound=-0.6)
         assert torch.equal(safe["o"], raised["o"])
         assert not safe["dgk"][a["gk"] < -0.6].any() and safe["dgk"][a["gk"] > -0.6].all()
-
-
-def test_there_are_no_kernels_yet_and_the_plan_says_so(planned_as_cuda):
-    """Without a backend a CUDA call is refused; `explain` and the error name the steps."""
-    q = torch.randn(1, 20, 1, 8)
-    for op, arguments in (
-        (wyfold.chunk_dplr_delta_rule, (q,) * 6),
-        (wyfold.chunk_gdn2, (q,) * 6),
-        (wyfold.fused_recurrent_rwkv7, (q,) * 6),
-    ):
-        with pytest.raises(UnsupportedError) as refused:
-            wyfold.explain(op, *arguments)
-        assert "no kernel for this operator in this version (step low_rank_" in refused.value.reasons["triton"]
-        assert 'backend="eager" serves it' in refused.value.reasons["triton"]
 
 
 def test_explain_on_the_cpu():

@@ -1,8 +1,10 @@
 """Delta rules, chunk by chunk or token by token: one autograd function over two registered operators.
 
-Four implementations order the launches of both directions:
+Six implementations order the launches of both directions:
 
     delta_chunk             chunk kernels, which take a whole call
+    low_rank_chunk          chunk kernels of the diagonal-plus-low-rank rules
+    low_rank_recurrent      their recurrent kernel, and a backward by the chunk kernels
     delta_recurrent         recurrent kernels, which take a whole call token by token
     delta_eager             the eager backend, which runs a call in workspace-sized parts
     delta_eager_segments    the eager backend with sequences cut into segments, as the chunk kernels cut them
@@ -15,7 +17,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from wyfold.autograd import delta_chunk, delta_eager, delta_eager_segments, delta_recurrent
+from wyfold.autograd import (
+    delta_chunk,
+    delta_eager,
+    delta_eager_segments,
+    delta_recurrent,
+    low_rank_chunk,
+    low_rank_recurrent,
+)
 from wyfold.autograd.delta_records import (
     TENSORS,
     DeltaBackwardInputs,
@@ -109,6 +118,8 @@ def implementation_for(options: DeltaOptions) -> DeltaImplementation:
     """Return the implementation of a backend and a form (chunk or recurrent)."""
     if options.backend == "eager":
         return delta_eager_segments if options.segment_chunks else delta_eager
+    if options.rule != "delta":
+        return low_rank_recurrent if options.recurrent else low_rank_chunk
     return delta_recurrent if options.recurrent else delta_chunk
 
 
@@ -137,7 +148,9 @@ def _backward_fake(*arguments: Any) -> list[Tensor]:
 def _forward_differentiated(*arguments: Any) -> tuple[Any, ...]:
     """Run the forward under autograd: the function saves for the backward, the operator returns empty tensors."""
     t, options = DeltaTensors(*arguments[:TENSORS]), DeltaOptions(*arguments[TENSORS:])
-    o, final_state, states = Delta.apply(*t, options._replace(save=True))
+    o, *others = Delta.apply(*t, options._replace(save=True))
+    # The operator returns tensors only: an empty one in place of a result that was not asked for.
+    final_state, states = (o.new_empty(0, dtype=options.state_dtype) if x is None else x for x in others)
     return o, final_state, states, [o.new_empty(0) for _ in implementation_for(options).saved(t, options)]
 
 

@@ -23,6 +23,7 @@ from wyfold.autograd.delta_records import (
     DeltaTensors,
     empty_result,
 )
+from wyfold.autograd.row_alignment import vector_loadable
 from wyfold.kernels import table
 from wyfold.kernels.records import GradientOutputs, Slots
 from wyfold.runtime import check
@@ -46,7 +47,7 @@ class RecurrentCall:
         # Kernels read these few numbers as contiguous arrays.
         self.A_log, self.dt_bias = (None if x is None else x.contiguous() for x in (t.A_log, t.dt_bias))
         self.inputs = t.q, t.k, t.v, t.g, t.beta, self.A_log, self.dt_bias
-        self.initial = None if t.initial_state is None else _vector_loadable(t.initial_state)
+        self.initial = None if t.initial_state is None else vector_loadable(t.initial_state)
 
     @property
     def chunk_grid(self) -> Callable[[int], ChunkGrid]:
@@ -56,12 +57,6 @@ class RecurrentCall:
             legal_boundaries(self.options.operator, cu, T)
         grids: Any = table.kernel_module("chunk_grid", self.options.backend)
         return partial(grids.chunk_grid, B, T, self.stage.BLOCK, cu)
-
-
-def _vector_loadable(states: Tensor) -> Tensor:
-    """Copy states unless they are contiguous and 16-byte aligned: vector loads determine the order of sums."""
-    states = states.contiguous()
-    return states if states.data_ptr() % 16 == 0 else states.clone()
 
 
 def forward(
@@ -106,13 +101,13 @@ def backward(given: DeltaBackwardInputs) -> list[Tensor]:
         do = t.v.new_zeros(()).expand(t.v.shape)
     wanted = GradientOutputs(*(x if need else None for x, need in _token_gradients(found, needs)))
     states, first = _block_states(call)
-    dST = None if dST is None else _vector_loadable(dST)
+    dST = None if dST is None else vector_loadable(dST)
     partials = call.stage.recurrent_bwd(
         *call.inputs, call.initial, states, first, do, dST, call.grid, options, wanted.v, dS0,
         call.stage.BLOCK, call.stage.RUN,
     )  # fmt: skip
     # The order in which parameter gradients are summed follows the gate's layout, so `reduce_partials` gets one layout.
-    gate = None if t.g is None else _vector_loadable(t.g)
+    gate = None if t.g is None else vector_loadable(t.g)
     call.stage.reduce_partials(t.q, t.k, gate, *call.inputs[4:], partials, call.grid, options, wanted)
     return found
 

@@ -56,3 +56,9 @@ def aligned(x: Rows) -> Rows:
         return x
     *sizes, K = x.shape
     return x.new_empty(*sizes, -(-K // 16) * 16)[..., :K].copy_(x)
+
+
+def vector_loadable(states: Tensor) -> Tensor:
+    """Copy states unless they are contiguous and 16-byte aligned: vector loads determine the order of sums."""
+    states = states.contiguous()
+    return states if states.data_ptr() % 16 == 0 else states.clone()

@@ -157,6 +157,32 @@ class Prepared(NamedTuple):
     rows_bwd: Tensor | None = None
 
 
+class LowRankPrepared(NamedTuple):
+    """Factors that the `low_rank_prepare` kernel stores for the other low-rank kernels; t = chunks * HV.
+
+    Upper triangular tiles are stored as of `Prepared`. If a rule erases along what it writes, K is E, P is F, and both
+    are None.
+
+    Attributes:
+        rows, E, K: [t, C, K] as of `LowRankFactors`.
+        q: [t, C, K] q decayed from the chunk's start.
+        total: [t, K] float32 decay of the state over the chunk.
+        F, P: [t, 3, C/2, C/2] as of `LowRankFactors`, transposed.
+        A: [t, 3, C/2, C/2] (I - Aab)^-1, transposed; None without a backward.
+        R: [t, 3, C/2, C/2] A Aak, transposed: A U + R v is what the erasing rows read. None without a backward.
+    """
+
+    rows: Tensor
+    q: Tensor
+    E: Tensor
+    K: Tensor | None
+    total: Tensor
+    F: Tensor
+    P: Tensor | None
+    A: Tensor | None
+    R: Tensor | None
+
+
 class Slots(NamedTuple):
     """Storage of a call's initial and final states, by slot.
 

@@ -76,18 +76,18 @@ STAGES = (
     "gate",
     "kkt",
     "solve_tril",
-)
-EAGER_STAGES = (
     "low_rank_prepare",
     "low_rank_scan",
     "low_rank_scan_bwd",
     "low_rank_gradients",
     "low_rank_recurrent",
+)
+EAGER_STAGES = (
     "path_blocks",
     "path_attention",
 )
 """Stages without kernels."""
-COVERS = {"recurrent": ("prepare",), "scan": ("state_pool",)}
+COVERS = {"recurrent": ("prepare",), "low_rank_recurrent": ("low_rank_prepare",), "scan": ("state_pool",)}
 """Stages whose kernels fuse the work of other stages: `DispatchEntry.covers`."""
 
 ENTRIES = (

@@ -27,8 +27,6 @@ class GatedDeltaNet2(nn.Module):
         g = -exp(A_log) softplus(W_decay2 W_decay1 x + dt_bias)
         y = W_o (rms_norm(gdn2(q/|q|, k/|k|, v, g, b, w)) * sigmoid(W_gate2 W_gate1 x + b_gate))
 
-    The operator has no GPU kernels yet: on CUDA the layer needs `backend="eager"`.
-
     Args:
         hidden_size: Width of x.
         num_heads: H, query and key heads.

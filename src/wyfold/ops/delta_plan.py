@@ -12,6 +12,7 @@ from torch import Tensor
 from wyfold.autograd import workspace
 from wyfold.autograd.delta_eager import chunks_per_part
 from wyfold.autograd.delta_records import LEARNING, DeltaTensors
+from wyfold.autograd.low_rank_recurrent import BACKWARD_CHUNK
 from wyfold.autograd.row_alignment import alignment_copies, tma_copies
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.context_parallel.delta import summarized_by_kernels
@@ -67,25 +68,32 @@ def make_plan(t: DeltaTensors, flags: DeltaFlags, context: ContextParallel | Non
         rule=flags.rule,
         erases=flags.erases,
     )
-    eager = runs_eagerly(t.q, flags.backend)
-    communicates = context is not None and not eager and _has_collectives(context, checked.sizes)
+    communicates = context is not None and not runs_eagerly(t.q, flags.backend)
+    # Without collectives, ranks run the delta rule's kernels on their own sequences. A low-rank rule is refused.
+    if context is not None and flags.rule == "delta":
+        communicates = communicates and _has_collectives(context, checked.sizes)
     between = (
         ("segment_summary", "segment_fold", *(["rank_carry"] if communicates else []))
         if cut.chunks or communicates
         else ()
     )
-    stages = (
-        (("prepare", "recurrent"),) * 2
-        if flags.recurrent
-        else (("prepare", *between, "scan"), ("prepare", *between, "scan_bwd", "gradients"))
-    )
+    stages = ("prepare", *between, "scan"), ("prepare", *between, "scan_bwd", "gradients")
+    if flags.recurrent:
+        token_form = ("prepare", "recurrent")
+        # A low-rank rule on kernels goes back chunk by chunk.
+        by_chunks = flags.rule != "delta" and not runs_eagerly(t.q, flags.backend)
+        stages = token_form, stages[1] if by_chunks else token_form
     sizes, N = checked.sizes, checked.sequences
 
     def keys() -> list[tuple[str, LaunchKey]]:
         if flags.recurrent:
             state = t.initial_state
             stored = (flags.state_dtype or torch.float32) if state is None else state.dtype
+            if flags.rule != "delta":
+                return _low_rank_keys(options, stages, t.q, t.v, stored)
             return token_keys(t.q, t.v, t.g, stored, v_first=flags.state_v_first)
+        if flags.rule != "delta":
+            return _low_rank_keys(options, stages, t.q, t.v, torch.float32)
         likely = expected_segments(N, sizes["B"] * sizes["T"], chunk_size, cut)
         if communicates and context is not None:
             likely = context.segment_tables(sizes["B"], chunk_size, cut).segments
@@ -102,6 +110,7 @@ def make_plan(t: DeltaTensors, flags: DeltaFlags, context: ContextParallel | Non
         flags.backend,
         (forward, backward),
         dtypes=table.dtypes(*given),
+        columns=(t.a, t.b),
         keys=keys,
         trials=lambda: _trials(t, options, checked, across_ranks=context is not None),
         parts=parts,
@@ -121,6 +130,7 @@ def with_backend(
     dtypes: tuple[torch.dtype, ...],
     keys: Callable[[], table.StageKeys],
     trials: Callable[[], tuple[Trial, ...]],
+    columns: tuple[Tensor | None, Tensor | None] = (None, None),
     parts: Callable[[], int] = lambda: 1,
     segments: int = 1,
     grids: tuple[str, ...] = (),
@@ -135,9 +145,10 @@ def with_backend(
         tokens: q, k, v and g, in the dtype of an active autocast.
         backend: Requested backend, or None.
         stages: Stages of the forward and of the backward.
+        columns: a and b of a low-rank rule.
         dtypes, keys, trials, parts, segments, grids, kept, collectives, widths: As of `table.plan`.
     """
-    q, k, v, g = tokens
+    (q, k, v, g), (a, b) = tokens, columns
     chunked, channel = not options.recurrent, g is not None and g.ndim == 4
     copied = explaining() and chunked
     plan = table.plan(
@@ -155,11 +166,12 @@ def with_backend(
         kept=kept,
         collectives=collectives,
         widths=widths,
-        sizes=_launch_sizes(q, options.chunk_size) if chunked else (),
+        sizes=_launch_sizes(q, options) if chunked else (),
         tma_copies=tma_copies(q, k, v) if copied else (),
-        kernel_copies=alignment_copies(q=q, k=k, g=g if channel else None) if copied else (),
+        kernel_copies=alignment_copies(q=q, k=k, g=g if channel else None, a=a, b=b) if copied else (),
         keys=keys,
         trials=trials,
+        unrun=options.rule != "delta",
     )
     return options._replace(backend=plan.backend)
 
@@ -193,14 +205,18 @@ def _trials(t: DeltaTensors, options: DeltaOptions, checked: CheckedDelta, *, ac
             sample(t.A_log, "A_log", ""),
             sample(t.dt_bias, "dt_bias", ""),
             boundary_sample(t.cu_seqlens),
-            *[None] * 4,  # boundaries on the CPU, and the tokens of rules without kernels
+            None,  # boundaries on the CPU
+            sample(t.a, "unit", "BT"),
+            # Rates and erase gates are in (0, 1). A column of DPLR is short, since any row may read it.
+            sample(t.b, "step" if options.rule == "given" else "strength", "BT"),
+            sample(t.w, "strength", "BT"),
         ),
         tuple(options),
         ("o", "state", "states"),
         tokens=tokens,
         packed=t.cu_seqlens is not None,
         gradients=options.save,
-        rounding="once" if options.recurrent else "chunks",
+        rounding="inputs" if options.rule != "delta" else "once" if options.recurrent else "chunks",
     )
     exchange = exchange_trials(options, q, v) if across_ranks else ()
     return *with_sequences(trial, sequences, v), *exchange
@@ -262,6 +278,19 @@ def launch_keys(
     return [*keys.items(), *back]
 
 
+def _low_rank_keys(
+    options: DeltaOptions, stages: tuple[tuple[str, ...], ...], q: Tensor, v: Tensor, stored: torch.dtype
+) -> list[tuple[str, LaunchKey]]:
+    """(stage, launch key) of each kernel of a diagonal-plus-low-rank rule. stored: dtype of the states."""
+    prepare: Any = table.kernel_module("low_rank_prepare", "triton")
+    recurrent: Any = table.kernel_module("low_rank_recurrent", "triton")
+    K, V = q.shape[-1], v.shape[-1]
+    key = prepare.launch_key(q.dtype, K, V, BACKWARD_CHUNK if options.recurrent else options.chunk_size)
+    token = {"recurrent": recurrent.launch_key(stored, K, V)}
+    names = dict.fromkeys(stages[0][options.recurrent :] + stages[1])
+    return [(options.stage(name), token.get(name, key)) for name in names]
+
+
 def token_keys(
     q: Tensor, v: Tensor, g: Tensor | None, stored: torch.dtype, *, v_first: bool
 ) -> list[tuple[str, LaunchKey]]:
@@ -288,12 +317,12 @@ def _collectives(context: ContextParallel, sizes: dict[str, int]) -> tuple[str, 
     )
 
 
-def _launch_sizes(q: Tensor, chunk_size: int) -> tuple[tuple[str, str], ...]:
+def _launch_sizes(q: Tensor, options: DeltaOptions) -> tuple[tuple[str, str], ...]:
     """Stages whose sizes may be too large for a card (`beyond` in support.json), with their keys."""
     if q.dtype == torch.float64:
         return ()
-    key = f"{kernel_configs.dtype_word(q.dtype)} K{q.shape[-1]} C{chunk_size}"
-    return ("prepare", key), ("scan", key)
+    key = f"{kernel_configs.dtype_word(q.dtype)} K{q.shape[-1]} C{options.chunk_size}"
+    return tuple([(options.stage(name), key) for name in ("prepare", "scan")])
 
 
 def known_short(op: str, q: object, cu_seqlens: object, on_cpu: object) -> bool:
@@ -317,19 +346,21 @@ def _chunk_size_of(t: DeltaTensors, flags: DeltaFlags, checked: CheckedDelta) ->
     check.flag(op, disable_recompute=flags.disable_recompute)
     if flags.chunk_size is not None:
         check.choice(op, "chunk_size", flags.chunk_size, CHUNK_SIZES)
-    size = flags.chunk_size or best_chunk_size(t.q, t.v, channel_gate=flags.channel)
+    size = flags.chunk_size or best_chunk_size(t.q, t.v, channel_gate=flags.channel, rule=flags.rule)
     if every % size:
         raise ValueError(f"{op}: checkpoint_every must be a multiple of chunk_size = {size}, got {every}")
     return size
 
 
-def best_chunk_size(q: Tensor, v: Tensor, *, channel_gate: bool) -> int:
-    """Fastest chunk size for the device, gate kind and widths.
+def best_chunk_size(q: Tensor, v: Tensor, *, channel_gate: bool, rule: str = "delta") -> int:
+    """Fastest chunk size for the device, gate kind and widths; for a low-rank rule on a GPU it was not measured yet.
 
     See docs/facts/cpu.md, CPU-3, and docs/facts/hopper.md, H200-5.
     """
     if q.device.type == "cpu":
         return 32 if q.shape[-1] * v.shape[-1] >= 128 * 128 else 16
+    if rule != "delta":
+        return 32
     if not channel_gate:
         return 64
     # Formatting the widths specialises them: to compilers they may be symbolic.

@@ -16,7 +16,7 @@ from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.runtime.triton_support import interpreting
-from wyfold.tile.decay.channel.triton import PairMemory, channel_bwd, store_near_pairs, sub_chunk_gate
+from wyfold.tile.decay.channel.triton import PairMemory, PairRows, channel_bwd, store_near_pairs, sub_chunk_gate
 from wyfold.tile.decay.triton import (
     FLOOR,
     NEAR,
@@ -511,8 +511,7 @@ def wyfold_gradients_triton(
                     b_k *= b_rk.reshape(BT // NEAR, NEAR, 1)
                 b_gate = sub_chunk_gate(b_x, gate, i_hv, i_k * BK, rows, ACTIVATION, K)
                 b_dq, b_dk, b_dgate = channel_bwd(
-                    b_q,
-                    b_k,
+                    PairRows(b_q, b_k),
                     b_gate,
                     PairMemory(scratch.pairs, scratch.near, i_tile, opaque_zero),
                     b_dq,

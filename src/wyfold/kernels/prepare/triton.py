@@ -316,7 +316,7 @@ def wyfold_prepare_triton(
                 load_sub_chunk_gate(gate, at, i_hv, column, opaque_zero, ACTIVATION, K, BT, BK)
             )
             b_between = sums_between(b_first, b_rest, BT // 16)
-            b_JT, b_PT, b_qf, b_kf = add_channel_grams(b_JT, b_PT, b_q, b_k, b_P, b_rest, b_between, OP, PRECISION)
+            b_JT, b_PT, b_qf, b_kf = add_channel_grams(b_JT, b_PT, b_q, b_k, b_k, b_P, b_rest, b_between, OP, PRECISION)
             i_i = tl.arange(0, BT // 16)[:, None, None]
             b_start = b_first + tl.sum(tl.where(i_i == 0, b_between, 0.0), axis=0)
             b_in = tl.exp2(b_start)[:, None]

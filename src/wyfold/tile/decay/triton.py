@@ -47,6 +47,25 @@ def gate_width(g: Tensor | None) -> int:
     return g.shape[3] if g is not None and g.ndim == 4 else 1
 
 
+def as_channels(g: Tensor | None, q: Tensor, heads: int) -> Tensor:
+    """View any gate as one per channel, [B, T, heads, K]: by strides of zero, and without a gate of one zero."""
+    (B, T, _, K), gate = q.shape, g
+    if gate is None:
+        return q.new_zeros(()).expand(B, T, heads, K)
+    return gate if gate.ndim == 4 else gate[..., None].expand(B, T, heads, K)
+
+
+def channel_gradient(dg: Tensor | None, q: Tensor) -> Tensor | None:
+    """Where a kernel with a gate per channel writes: dg itself, or float32 [B, T, heads, K] for `sum_channels`."""
+    return dg if dg is None or dg.ndim == 4 else dg.new_empty(*dg.shape, q.shape[3], dtype=torch.float32)
+
+
+def sum_channels(found: Tensor | None, dg: Tensor | None) -> None:
+    """Write dg [B, T, heads] from the gradients of channels; nothing if they are dg itself."""
+    if found is not None and dg is not None and dg.ndim == 3:
+        dg.copy_(found.sum(-1))
+
+
 class Gate(NamedTuple):
     """Kernel argument: a call's gate.
 

@@ -86,6 +86,7 @@ def add_channel_grams(
     b_PT,
     b_q,
     b_k,
+    b_c,
     b_P,
     b_rest,
     b_between,
@@ -94,8 +95,8 @@ def add_channel_grams(
 ):
     """Add some channels to the transposed grams, for rows r of sub-chunk i.   [NB, BT, 16], [i, s, r]
 
-        J[r, s] = sum_c k[r, c] k[s, c] exp(G[r, c] - G[s, c])    s <  r
-        P[r, s] = sum_c q[r, c] k[s, c] exp(G[r, c] - G[s, c])    s <  r
+        J[r, s] = sum_c k[r, c] column[s, c] exp(G[r, c] - G[s, c])    s <  r
+        P[r, s] = sum_c q[r, c] column[s, c] exp(G[r, c] - G[s, c])    s <  r
 
     and undefined entries where s >= r. The anchor of a row r is the first row of its sub-chunk, so its factor is
     exp2(P[r]). A row s of an earlier sub-chunk decays up to that anchor. A row s of the same sub-chunk has the factor
@@ -106,6 +107,7 @@ def add_channel_grams(
 
     Args:
         b_q, b_k: [NB, 16, BK] normalised rows.
+        b_c: [NB, 16, BK] columns; the delta rule's are k.
         b_P, b_rest: From `sub_chunk_sums`.
         b_between: From `sums_between`.
 
@@ -127,20 +129,20 @@ def add_channel_grams(
     anchors = tl.where(most > 0.0, most / REACH + 0.01, 0.0).to(tl.int32) + 1
     if anchors > 1:
         b_s = tl.where(b_P < -REACH, -1024.0, b_s)
-    b_ks = gram_operand(scale_for_sub_chunks(b_k * tl.exp2(b_s), b_scale, NB), OP, PRECISION)
+    b_ks = gram_operand(scale_for_sub_chunks(b_c * tl.exp2(b_s), b_scale, NB), OP, PRECISION)
     b_JT = mm(b_ks, b_kr, b_JT, tl.float32, PRECISION)
     b_PT = mm(b_ks, b_qr, b_PT, tl.float32, PRECISION)
     if anchors > 1:
         b_s = tl.exp2(tl.where(b_P < -REACH, b_rest[:, None] - b_P, -1024.0)) * NEAREST
         b_scale = tl.where(i_n < i_i, tl.exp2(b_between), 0.0)
-        b_ks = gram_operand(scale_for_sub_chunks(b_k * b_s, b_scale, NB), OP, PRECISION)
+        b_ks = gram_operand(scale_for_sub_chunks(b_c * b_s, b_scale, NB), OP, PRECISION)
         b_JT = mm(b_ks, b_kr, b_JT, tl.float32, PRECISION)
         b_PT = mm(b_ks, b_qr, b_PT, tl.float32, PRECISION)
         for anchor in range(1, anchors):
             b_p = b_P + anchor * REACH
             b_factor = tl.exp2(tl.where(b_p > 0.0, 0.0, b_p)) * NEAREST
             b_s = tl.exp2(tl.where((b_p < 0.0) & (b_p >= -REACH), -b_p, -1024.0)) * NEAREST
-            b_ks = tl.where((i_i == i_n)[:, :, None], (b_k * b_s)[None], 0.0).reshape(NB, 16 * NB, b_k.shape[2])
+            b_ks = tl.where((i_i == i_n)[:, :, None], (b_c * b_s)[None], 0.0).reshape(NB, 16 * NB, b_c.shape[2])
             b_ks = gram_operand(b_ks, OP, PRECISION)
             b_kr = gram_operand(b_k * b_factor, OP, PRECISION).permute(0, 2, 1)
             b_qr = gram_operand(b_q * b_factor, OP, PRECISION).permute(0, 2, 1)
@@ -306,6 +308,7 @@ class GatedRows(NamedTuple):
         q, k: [NB, NEAR, BK] normalised rows.
         a: [NB, NEAR, BK] decays of the tokens.
         first, rest: [NB, BK] log gate of a sub-chunk's first row, and of the rows after it.
+        c: [NB, NEAR, BK] columns, or None: they are k.
     """
 
     q: Any
@@ -313,6 +316,7 @@ class GatedRows(NamedTuple):
     a: Any
     first: Any
     rest: Any
+    c: Any = None
 
 
 class RowGradients(NamedTuple):
@@ -330,8 +334,21 @@ class RowGradients(NamedTuple):
     over: Any
 
 
+class PairRows(NamedTuple):
+    """Rows and columns whose decayed grams `channel_bwd` differentiates.
+
+    Attributes:
+        q, k: [NB, NEAR, BK] normalised rows.
+        c: [NB, NEAR, BK] columns, or None: they are k, and the gram of k has no diagonal.
+    """
+
+    q: Any
+    k: Any
+    c: Any = None
+
+
 @triton.jit
-def channel_bwd(b_q, b_k, b_g, memory, b_dq, b_dk, b_dk_write, b_carried, OP: tl.constexpr, PRECISION: tl.constexpr):
+def channel_bwd(rows, b_g, memory, b_dq, b_dk, b_dc_write, b_carried, OP: tl.constexpr, PRECISION: tl.constexpr):
     """Adjoint of all terms that a channel gate decays, for some channels: reads, writes, the state, and the grams.
 
     Tiles are in sub-chunks of NEAR rows, with all rows of a column in one thread. Between sub-chunks the grams are
@@ -340,15 +357,21 @@ def channel_bwd(b_q, b_k, b_g, memory, b_dq, b_dk, b_dk_write, b_carried, OP: tl
     intervals that span the sub-chunk are one number for all rows. Each term is added once, and none is subtracted.
 
     Args:
-        b_q, b_k: [NB, NEAR, BK] normalised rows.
+        rows: `PairRows`.
         b_g: [NB, NEAR, BK] log gate to base 2.
         memory: A `PairMemory`.
-        b_dq, b_dk, b_dk_write: [BT, BK] gradients of the rows decayed from the start, and of those decayed to the end.
+        b_dq, b_dk, b_dc_write: [BT, BK] gradients of the rows decayed from the start, and of the columns decayed to
+            the end.
         b_carried: [BK] entering state times the leaving one's gradient, summed over V.
 
     Returns:
-        dq, dk of the normalised rows, and dg of the per-token log gate in interval form: [NB, NEAR, BK] each.
+        dq, dk of the normalised rows, that of the columns if they are not k, and dg of the per-token log gate in
+        interval form: [NB, NEAR, BK] each.
     """
+    b_q, b_k = rows.q, rows.k
+    b_c = b_k
+    if rows.c is not None:
+        b_c = rows.c
     NB: tl.constexpr = b_g.shape[0]
     i_n = tl.arange(0, NB)
     start, end = i_n * 0, i_n * 0 + NB
@@ -360,22 +383,25 @@ def channel_bwd(b_q, b_k, b_g, memory, b_dq, b_dk, b_dk_write, b_carried, OP: tl
     b_decay = decays_since(tl.exp2(b_before + b_first), b_a)
     b_dq = _to_near_rows(b_dq, memory) * b_decay
     b_dk = _to_near_rows(b_dk, memory) * b_decay
-    b_dkc = _to_near_rows(b_dk_write, memory) * decays_until(tl.exp2(b_after), b_a)
+    b_dkc = _to_near_rows(b_dc_write, memory) * decays_until(tl.exp2(b_after), b_a)
     b_over = b_carried[None, :] * tl.exp2(b_before + b_sum + b_after)
     b_over += sum_over(tl.sum(tl.fma(b_q, b_dq, b_k * b_dk), axis=1), i_n + 1, end, NB)
-    b_over += sum_over(tl.sum(b_k * b_dkc, axis=1), start, i_n, NB)
+    b_over += sum_over(tl.sum(b_c * b_dkc, axis=1), start, i_n, NB)
     for level in tl.static_range(3):
         if NB >> (level + 1) > 0:
             b_dq, b_dk, b_dkc, b_over = add_half_pairs(
                 memory,
-                GatedRows(b_q, b_k, b_a, b_first, b_rest),
+                GatedRows(b_q, b_k, b_a, b_first, b_rest, rows.c),
                 RowGradients(b_dq, b_dk, b_dkc, b_over),
                 NB >> (level + 1),
                 OP,
                 PRECISION,
             )
-    b_dg = sums_inside(tl.fma(b_q, b_dq, b_k * b_dk), b_k * b_dkc, b_over)
-    return add_near_pairs(memory.near, memory.i_tile, b_q, b_k, b_a, b_dq, b_dk + b_dkc, b_dg, NB)
+    b_dg = sums_inside(tl.fma(b_q, b_dq, b_k * b_dk), b_c * b_dkc, b_over)
+    if rows.c is None:
+        return add_near_pairs(memory, rows, b_a, b_dq, b_dk + b_dkc, None, b_dg, NB)
+    else:
+        return add_near_pairs(memory, rows, b_a, b_dq, b_dk, b_dkc, b_dg, NB)
 
 
 @triton.jit
@@ -409,7 +435,11 @@ def add_half_pairs(memory, rows, sums, H: tl.constexpr, OP: tl.constexpr, PRECIS
         b_border += sum_over(rows.rest, tl.where(later, anchor, i_n + 1), tl.where(later, i_n, anchor), NB)
     b_border = tl.exp2(b_border)
     b_decay = tl.where(later[:, None, None], decays_since(b_border, rows.a), decays_until(b_border, rows.a))
-    b_kd, b_qd = (rows.k * b_decay).reshape(BT, BK), (rows.q * -b_decay).reshape(BT, BK)
+    # Later rows meet earlier columns, and the other way round.
+    b_k = rows.k
+    if rows.c is not None:
+        b_k = tl.where(later[:, None, None], rows.k, rows.c)
+    b_kd, b_qd = (b_k * b_decay).reshape(BT, BK), (rows.q * -b_decay).reshape(BT, BK)
     b_dqh = mm(load_half_pairs(memory.pairs, memory.i_tile, 1, H, NB), b_kd, None, OP, PRECISION)
     b_dkh = mm(load_half_pairs(memory.pairs, memory.i_tile, 0, H, NB), b_kd, None, OP, PRECISION)
     # A separate product, subtracted below: chained into one accumulator, its layout suits eight warps badly.
@@ -418,7 +448,7 @@ def add_half_pairs(memory, rows, sums, H: tl.constexpr, OP: tl.constexpr, PRECIS
     b_dkh = _to_near_rows(b_dkh - b_dkp, memory) * b_decay
     b_over = sums.over
     if H > 1:
-        b_products = tl.sum(tl.fma(rows.q, b_dqh, rows.k * b_dkh), axis=1)
+        b_products = tl.sum(tl.fma(rows.q, b_dqh, b_k * b_dkh), axis=1)
         b_over += sum_over(b_products, tl.where(later, i_n + 1, half), tl.where(later, half + H, i_n), NB)
     b_later = tl.where(later, 1.0, 0.0)[:, None, None]
     return sums.q + b_dqh, sums.k + b_later * b_dkh, sums.kc + (1.0 - b_later) * b_dkh, b_over
@@ -536,7 +566,7 @@ def load_near_pairs(p_near, i_tile, s: tl.constexpr, NB: tl.constexpr):
 
 
 @triton.jit
-def add_near_pairs(p_near, i_tile, b_q, b_k, b_a, b_dq, b_dk, b_dg, NB: tl.constexpr):
+def add_near_pairs(memory, rows, b_a, b_dq, b_dk, b_dc, b_dg, NB: tl.constexpr):
     """Add the pairs inside sub-chunks to the gradients: no anchors, each decay is a product over the tokens between.
 
         z[s, r] = k[s] a[s + 1] ... a[r]                 key s decayed to row r
@@ -546,18 +576,23 @@ def add_near_pairs(p_near, i_tile, b_q, b_k, b_a, b_dq, b_dk, b_dg, NB: tl.const
         dq[r] += sum_{s<=r} dP[r, s] z[s, r]     dk[r] += sum_{s<r} dJ[r, s] z[s, r]
         dk[s] += dP[s, s] q[s] + a[s + 1] b[s, s + 1]     dg[i] += sum_{s<i} z[s, i] b[s, i]
 
-    A thread holds all rows of its columns, so threads exchange no data here.
+    Columns that are not k take the place of k[s] and dk[s], and dJ then has a diagonal. A thread holds all rows of its
+    columns, so threads exchange no data here.
     """
     q_rows, k_rows, a_rows = (), (), ()
     for i in tl.static_range(NEAR):
-        q_rows = append_row(q_rows, sub_chunk_row(b_q, i))
-        k_rows = append_row(k_rows, sub_chunk_row(b_k, i))
+        q_rows = append_row(q_rows, sub_chunk_row(rows.q, i))
+        k_rows = append_row(k_rows, sub_chunk_row(rows.k, i))
         a_rows = append_row(a_rows, sub_chunk_row(b_a, i))
     for s in tl.static_range(NEAR):
-        b_z = sub_chunk_row(b_k, s)
-        dP_rows, dJ_rows = load_near_pairs(p_near, i_tile, s, NB)
+        b_z = sub_chunk_row(rows.k if rows.c is None else rows.c, s)
+        dP_rows, dJ_rows = load_near_pairs(memory.near, memory.i_tile, s, NB)
         b_dq = add_row(b_dq, s, dP_rows[0] * b_z)
-        b_dk = add_row(b_dk, s, dP_rows[0] * q_rows[s])
+        if rows.c is None:
+            b_dk = add_row(b_dk, s, dP_rows[0] * q_rows[s])
+        else:
+            b_dk = add_row(b_dk, s, dJ_rows[0] * b_z)
+            b_dc = add_row(b_dc, s, tl.fma(dP_rows[0], q_rows[s], dJ_rows[0] * k_rows[s]))
         z_rows, u_rows = (), ()
         for r in tl.static_range(s + 1, NEAR):
             b_dP, b_dJ = dP_rows[r - s], dJ_rows[r - s]
@@ -570,8 +605,14 @@ def add_near_pairs(p_near, i_tile, b_q, b_k, b_a, b_dq, b_dk, b_dg, NB: tl.const
             b_b += u_rows[NEAR - 2 - s - i]
             b_dg = add_row(b_dg, NEAR - 1 - i, z_rows[NEAR - 2 - s - i] * b_b)
             b_b *= a_rows[NEAR - 1 - i]
-        b_dk = add_row(b_dk, s, b_b)
-    return b_dq, b_dk, b_dg
+        if rows.c is None:
+            b_dk = add_row(b_dk, s, b_b)
+        else:
+            b_dc = add_row(b_dc, s, b_b)
+    if rows.c is None:
+        return b_dq, b_dk, b_dg
+    else:
+        return b_dq, b_dk, b_dc, b_dg
 
 
 @triton.jit

@@ -1,0 +1,141 @@
+"""Chunk implementation of the diagonal-plus-low-rank rules: kernels that process a whole call chunk by chunk.
+
+    forward     chunk_grid (packed batches only), low_rank_prepare, low_rank_scan
+    backward    chunk_grid, low_rank_prepare (unless its factors were saved), low_rank_scan_bwd, low_rank_gradients
+
+As in `delta_chunk` the host never waits for the device. Sequences are not cut into segments.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from wyfold.autograd.delta_chunk import pass_through
+from wyfold.autograd.delta_records import (
+    INITIAL_STATE,
+    DeltaBackwardInputs,
+    DeltaResult,
+    DeltaTensors,
+    empty_result,
+    transpose_if_v_first,
+)
+from wyfold.autograd.row_alignment import aligned
+from wyfold.kernels import table
+from wyfold.kernels.records import GradientOutputs, LowRankPrepared
+from wyfold.runtime import check
+from wyfold.runtime.chunk_layout import ChunkGrid, max_chunks
+from wyfold.runtime.layout import legal_boundaries
+from wyfold.runtime.options import DeltaOptions
+
+
+class LowRankCall:
+    """Inputs that both directions derive from a call. It launches nothing by itself.
+
+    Attributes:
+        t: The call's tensors, in layouts that the kernels read.
+        options: The call's options.
+        key: Key of the kernel configurations.
+        arguments: Kernel arguments of `low_rank_prepare` and `low_rank_gradients`.
+    """
+
+    def __init__(self, t: DeltaTensors, options: DeltaOptions):
+        self.options = options
+        prepare = self.stage("prepare")
+        rows = {name: aligned(getattr(t, name)) for name in ("q", "k", "a", "b", "g")}
+        self.t = t = t._replace(**rows)
+        # Kernels read these few numbers as contiguous arrays.
+        A_log, dt_bias = (None if x is None else x.contiguous() for x in (t.A_log, t.dt_bias))
+        self.key = prepare.launch_key(t.q.dtype, t.q.shape[3], t.v.shape[3], options.chunk_size)
+        tokens = t.q, t.k, t.a, t.b
+        self.arguments = prepare.call_arguments(tokens, t.g, t.beta, A_log, dt_bias, t.v.shape[2], options)
+
+    def stage(self, name: str) -> Any:
+        return table.kernel_module(self.options.stage(name), self.options.backend)
+
+    def chunk_grid(self) -> ChunkGrid:
+        """Launch what finds the chunks of the sequences."""
+        (B, T), cu, options = self.t.q.shape[:2], self.t.cu_seqlens, self.options
+        if cu is not None and check.readable(cu):
+            legal_boundaries(options.operator, cu, T)
+        grids: Any = table.kernel_module("chunk_grid", options.backend)
+        found: ChunkGrid = grids.chunk_grid(B, T, options.chunk_size, cu, options.checkpoint_every)
+        return found
+
+    def k_first(self, states: Tensor | None) -> Tensor | None:
+        """View the caller's states K-first; None for None."""
+        return None if states is None else transpose_if_v_first(states, self.options)
+
+
+def forward(
+    t: DeltaTensors, options: DeltaOptions, out: Tensor | None = None, grid: ChunkGrid | None = None
+) -> tuple[DeltaResult, list[Tensor]]:
+    """Run the forward, as of `DeltaImplementation.forward`."""
+    result = empty_result(t, options, out)
+    if t.v.numel() == 0:
+        if options.final_state:
+            pass_through(t.initial_state, result.final_state)
+        return result, saved(t, options)
+    call = LowRankCall(t, options)
+    t, grid = call.t, grid or call.chunk_grid()
+    keep = options.save and options.keep_factors
+    prepare = call.stage("prepare").prepare
+    prepared = prepare(*call.arguments, grid, options, result.o, backward=keep, clear=True)
+    states = first = None
+    if options.checkpoint_every:
+        rows = result.states if t.cu_seqlens is not None else result.states.flatten(0, 1)
+        states, first = call.k_first(rows), grid.first_states(t.q.device)
+    initial, final = call.k_first(t.initial_state), call.k_first(result.final_state if options.final_state else None)
+    call.stage("scan").scan(t.v, t.w, prepared, initial, grid, options, call.key, result.o, final, states, first)
+    return result, factors_to_list(prepared) if keep else []
+
+
+def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
+    """Allocate the tensors that `forward` saves, uninitialized, from metadata alone."""
+    if not (options.save and options.keep_factors):
+        return []
+    prepare: Any = table.kernel_module(options.stage("prepare"), options.backend)
+    (B, T, HV), C = t.v.shape[:3], options.chunk_size
+    tiles = max_chunks(B, T, C, t.packed_sequences) * HV
+    return factors_to_list(prepare.empty(t.q, options.rule, tiles, C, backward=True))
+
+
+def backward(given: DeltaBackwardInputs) -> list[Tensor]:
+    """Compute every needed gradient."""
+    t, options, kept, do, dST, needs = given
+    found = given.empty_grads()
+    wanted = [dx if need else None for dx, need in zip(found, needs, strict=True)]
+    dS0 = wanted.pop(INITIAL_STATE)
+    if t.v.numel() == 0:
+        for grad in found:
+            grad.zero_()
+        if dS0 is not None:
+            pass_through(dST, dS0)
+        return found
+    call = LowRankCall(t, options)
+    t, grid = call.t, call.chunk_grid()
+    if do is None:
+        do = t.v.new_zeros(()).expand(t.v.shape)
+    prepare = partial(call.stage("prepare").prepare, *call.arguments, grid, options, t.v, backward=True, clear=False)
+    prepared = factors_from_list(kept) if kept else prepare()
+    out = GradientOutputs(*wanted)
+    initial, final, dS0 = (call.k_first(x) for x in (t.initial_state, dST, dS0))
+    scan_bwd = call.stage("scan_bwd").scan_bwd
+    borders = scan_bwd(t.v, t.w, prepared, initial, do, final, grid, options, call.key, dS0, (out.v, out.w))
+    del prepared  # frees the factors, whose memory the tokens' gradients may reuse
+    if any(dx is not None for dx in (*out[:2], *out[3:9])):
+        gradients = call.stage("gradients").gradients
+        gradients(*call.arguments, t, do, borders, grid, options, call.key, out)
+    return found
+
+
+def factors_to_list(prepared: LowRankPrepared) -> list[Tensor]:
+    """Return the factors as a list of tensors; a 1-D tensor stands for None."""
+    return [prepared.rows.new_empty(0) if x is None else x for x in prepared]
+
+
+def factors_from_list(factors: list[Tensor]) -> LowRankPrepared:
+    """The inverse of `factors_to_list`."""
+    return LowRankPrepared(*(None if x.ndim == 1 else x for x in factors))  # type: ignore[arg-type]

@@ -1,0 +1,401 @@
+"""`low_rank_prepare` in Triton: one program per chunk and value head.
+
+A gate per token, or none, is read as a gate per channel: its strides along the channels, and without a gate along all
+dimensions, are zero. Results are those that `low_rank_scan` reads. It computes the output as
+
+    o = scale ((q from the start) S + F (rows S) + P v)
+
+so Q of the eager stage is not needed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wyfold.kernels.records import LowRankPrepared
+from wyfold.runtime.chunk_layout import ChunkGrid
+from wyfold.runtime.kernel_configs import LaunchKey, dtype_word, tile_width, tuned
+from wyfold.runtime.kernel_launch import launch_kernel
+from wyfold.runtime.options import DeltaOptions
+from wyfold.tile.columns.triton import (
+    RowFactors,
+    RowHeads,
+    RuleRows,
+    early_rows,
+    erased_columns,
+    erasing_rows,
+    load_rows,
+)
+from wyfold.tile.decay.channel.triton import (
+    add_channel_grams,
+    load_sub_chunk_gate,
+    sub_chunk_sums,
+    sums_after,
+    sums_between,
+)
+from wyfold.tile.decay.triton import FLOOR, Gate, as_channels
+from wyfold.tile.dot.triton import NARROWEST, contracts, exact, mm_exact, operand, precision, workspace
+from wyfold.tile.index.triton import (
+    Packing,
+    Strength,
+    TokenRows,
+    chunk_span,
+    load_strength,
+    store_sub_chunks,
+    store_tile,
+    store_token_sub_chunks,
+    store_tokens,
+    store_upper,
+    strides,
+)
+from wyfold.tile.inverse.triton import inverse_transposed
+
+
+def prepare(
+    rows: RuleRows,
+    gate: Gate,
+    strength: Strength,
+    grid: ChunkGrid,
+    options: DeltaOptions,
+    o: Tensor,
+    *,
+    backward: bool,
+    clear: bool,
+) -> LowRankPrepared:
+    """Compute the factors of every chunk from the caller's tensors.
+
+    Args:
+        rows, gate, strength: Kernel arguments of the call, from `call_arguments`.
+        grid: The call's chunk grid.
+        options: Uses `qk_l2norm`, `activation`, `chunk_size`, `rule`.
+        o: [B, T, HV, V] output of the call; only tokens past a packed batch's last boundary are written, with zeros.
+        backward: Whether `low_rank_scan_bwd` will read these.
+        clear: Whether o is written at all; if not, any tensor of its shape may be passed.
+    """
+    (H, K), (HV, V), C = rows.q.shape[2:], o.shape[2:], grid.chunk_size
+    tiles, whole = grid.chunks * HV, tile_width(K)
+    found = empty(rows.q, options.rule, tiles, C, backward=backward)
+    if clear and backward and grid.cu is not None:
+        # A registered operator must not return uninitialised memory, and not every tile of a packed batch is written.
+        for x in found:
+            if x is not None:
+                x.zero_()
+    config = tuned("low_rank_prepare.triton", launch_key(rows.q.dtype, K, V, C), rows.q.device)
+    warps = max(1, config.warps * C // 32)
+    BK, BE = min(whole, config.blocks["BK"]), min(max(whole, NARROWEST), config.blocks["BE"])
+    launch_kernel(
+        wyfold_low_rank_prepare_triton,
+        tiles,
+        tokens=rows,
+        gate=gate,
+        strength=strength,
+        # A runtime argument selects what is stored, so that both directions share one compiled kernel.
+        factors=found if backward else found._replace(A=found.F, R=found.P),
+        packing=Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),
+        o=o,
+        s_o=o.stride(),
+        N=grid.sequences,
+        T=grid.tokens,
+        per_sequence=grid.per_sequence,
+        clear=int(clear),
+        backward=int(backward),
+        SIZES=Sizes(
+            H=H, HV=HV, HB=HV if rows.b is None else rows.b.shape[2], K=K, V=V, BT=C, BK=BK, BE=BE, BV=tile_width(V),
+            WARPS=warps, STAGES=config.stages,
+        ),
+        FLAGS=Flags(
+            PACKED=grid.cu is not None,
+            RULE=options.rule,
+            ACTIVATION=options.activation,
+            NORM=options.qk_l2norm,
+            OP=operand(rows.q.dtype),
+            PRECISION=precision(rows.q.dtype),
+            EXACT=exact(rows.q.dtype),
+        ),
+        # The row's warps are those of a chunk of 32.
+        **{**config.options(contract=contracts(rows.q.dtype)), "num_warps": warps},
+    )  # fmt: skip
+    return found
+
+
+def call_arguments(
+    tokens: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    g: Tensor | None,
+    beta: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    heads: int,
+    options: DeltaOptions,
+) -> tuple[RuleRows, Gate, Strength]:
+    """Kernel arguments that several stages take.
+
+    Args:
+        tokens: q, k, a and b.
+        g: [B, T, HV] or [B, T, HV, K] gate of the call; None without a gate.
+        beta: [B, T, HV] write strength of the call; None for 1.
+        A_log, dt_bias: Gate parameters or None.
+        heads: HV.
+        options: Uses `lower_bound`, `clamp`.
+    """
+    q, k, a, b = tokens
+    g = as_channels(g, q, heads)
+    rows = RuleRows(q, q.stride(), k, k.stride(), a, strides(a), b, strides(b))
+    gate = Gate(g, g.stride(), A_log, dt_bias, options.lower_bound, options.clamp or FLOOR)
+    return rows, gate, Strength(beta=beta, s_beta=strides(beta), most=1.0)
+
+
+def empty(q: Tensor, rule: str, tiles: int, chunk_size: int, *, backward: bool) -> LowRankPrepared:
+    """Allocate the factors of `tiles` tiles without writing them; sizes depend on metadata alone."""
+    C, K, stored, two = chunk_size, q.shape[-1], workspace(q.dtype), rule != "keys"
+    rows, upper = (tiles, C, K), (tiles, 3, C // 2, C // 2)
+    return LowRankPrepared(
+        rows=q.new_empty(rows, dtype=stored),
+        q=q.new_empty(rows, dtype=stored),
+        E=q.new_empty(rows, dtype=stored),
+        K=q.new_empty(rows, dtype=stored) if two else None,
+        total=q.new_empty(tiles, K, dtype=torch.float32),
+        F=q.new_empty(upper, dtype=stored),
+        P=q.new_empty(upper, dtype=stored) if two else None,
+        A=q.new_empty(upper, dtype=stored) if backward else None,
+        R=q.new_empty(upper, dtype=stored) if backward and two else None,
+    )
+
+
+def launch_key(dtype: torch.dtype, K: int, V: int, chunk_size: int) -> LaunchKey:
+    """Launch configuration key."""
+    return LaunchKey(dtype_word(dtype), K, V, C=chunk_size)
+
+
+class Sizes(NamedTuple):
+    """Constexprs: sizes of the call and of tiles.
+
+    Attributes:
+        H, HV, HB, K, V, BT: Sizes of the call and of a chunk; HB heads of b.
+        BK, BE: Columns of a slice of K, for the grams and for E and K.
+        BV: Width of a row of the output.
+        WARPS, STAGES: Warps of a program, and slices in flight.
+    """
+
+    H: int
+    HV: int
+    HB: int
+    K: int
+    V: int
+    BT: int
+    BK: int
+    BE: int
+    BV: int
+    WARPS: int
+    STAGES: int
+
+
+class Flags(NamedTuple):
+    """Constexprs: variant of the kernel.
+
+    Attributes:
+        PACKED: Whether the batch is packed.
+        RULE: How rows and columns are made; see `tile.columns`.
+        ACTIVATION: The gate's activation.
+        NORM: Whether q, k and a are normalised.
+        OP, PRECISION, EXACT: Dtype and precision of products.
+    """
+
+    PACKED: bool
+    RULE: str
+    ACTIVATION: str
+    NORM: bool
+    OP: Any
+    PRECISION: Any
+    EXACT: str
+
+
+@triton.jit(do_not_specialize=["N", "T", "per_sequence", "clear", "backward"])
+def wyfold_low_rank_prepare_triton(
+    tokens,
+    gate,
+    strength,
+    factors,
+    packing,
+    o,
+    s_o,
+    N,
+    T,
+    per_sequence,
+    clear,
+    backward,
+    SIZES: tl.constexpr,
+    FLAGS: tl.constexpr,
+):
+    """One program computes the factors of a chunk of one value head."""
+    HV: tl.constexpr = SIZES.HV
+    K: tl.constexpr = SIZES.K
+    BT: tl.constexpr = SIZES.BT
+    BK: tl.constexpr = SIZES.BK
+    BE: tl.constexpr = SIZES.BE
+    BV: tl.constexpr = SIZES.BV
+    STAGES: tl.constexpr = SIZES.STAGES
+    PACKED: tl.constexpr = FLAGS.PACKED
+    RULE: tl.constexpr = FLAGS.RULE
+    BEFORE: tl.constexpr = FLAGS.RULE != "keys"
+    ACTIVATION: tl.constexpr = FLAGS.ACTIVATION
+    OP: tl.constexpr = FLAGS.OP
+    PRECISION: tl.constexpr = FLAGS.PRECISION
+    EXACT: tl.constexpr = FLAGS.EXACT
+    NB: tl.constexpr = BT // 16
+    i_tile = tl.program_id(0).to(tl.int64)
+    i_c, i_hv = i_tile // HV, i_tile % HV
+    heads = RowHeads(i_hv // (HV // SIZES.H), i_hv // (HV // SIZES.HB))
+    i_n, _, b, t, rows = chunk_span(i_c, packing, T, per_sequence, PACKED, BT)
+    at = TokenRows(b, t, rows, T)
+    if PACKED:
+        if i_n == N:
+            if clear:
+                store_tokens(o, s_o, at, i_hv, 0, tl.zeros((BT, BV), tl.float32), SIZES.V)
+            return
+    # A 0 that the compiler cannot fold, for addresses in sub-chunks.
+    opaque_zero = tl.minimum(T, 0)
+    early = early_rows(at, BEFORE)
+    norms = row_factors(tokens, at, heads, strength, i_hv, SIZES, FLAGS.NORM)
+    b_qb, b_qk, b_ab, b_ak = _diagonals(tokens, at, early, heads, norms, SIZES, RULE)
+
+    b_AbT, b_PbT = tl.zeros((NB, BT, 16), tl.float32), tl.zeros((NB, BT, 16), tl.float32)
+    b_AkT, b_PkT = tl.zeros((NB, BT, 16), tl.float32), tl.zeros((NB, BT, 16), tl.float32)
+    for column in tl.range(0, K, BK, num_stages=STAGES):
+        b_q = load_rows(tokens.q, tokens.s_q, at, heads.k, column, opaque_zero, K, BT, BK, 16)
+        b_q *= norms.q.reshape(NB, 16, 1)
+        b_a = erasing_rows(tokens, early, heads, norms.a, column, opaque_zero, RULE, SIZES, BK, 16)
+        b_c = erased_columns(tokens, at, heads, norms, column, opaque_zero, RULE, SIZES, BK, 16)
+        b_P, b_first, b_rest = sub_chunk_sums(
+            load_sub_chunk_gate(gate, at, i_hv, column, opaque_zero, ACTIVATION, K, BT, BK)
+        )
+        b_between = sums_between(b_first, b_rest, NB)
+        b_AbT, b_PbT, b_qf, b_af = add_channel_grams(b_AbT, b_PbT, b_q, b_a, b_c, b_P, b_rest, b_between, OP, PRECISION)
+        if BEFORE:
+            b_c = load_rows(tokens.k, tokens.s_k, at, heads.k, column, opaque_zero, K, BT, BK, 16)
+            b_AkT, b_PkT, b_qf, b_af = add_channel_grams(
+                b_AkT, b_PkT, b_q, b_a, b_c, b_P, b_rest, b_between, OP, PRECISION
+            )
+        b_start = b_first + tl.sum(tl.where(tl.arange(0, NB)[:, None, None] == 0, b_between, 0.0), axis=0)
+        b_in = tl.exp2(b_start)[:, None]
+        store_sub_chunks(factors.q, i_tile, column, b_qf * b_in, opaque_zero, K, BT, BK)
+        if BEFORE:
+            # A row later, where the row belongs; the chunk's first is undecayed.
+            place = TokenRows(i_tile * 0, i_tile * BT + 1, BT - 1)
+            store_token_sub_chunks(factors.rows, (0, K, 0, 1), place, 0, column, b_af * b_in, opaque_zero, K)
+            o_k = column + tl.arange(0, BK)
+            first = TokenRows(b, t, tl.minimum(rows, 1), T)
+            b_a = erasing_rows(tokens, first, heads, norms.a, column, opaque_zero, RULE, SIZES, BK, 16)
+            b_a = tl.sum(tl.sum(b_a, axis=1), axis=0)  # all other rows are zero
+            tl.store(factors.rows + i_tile * (BT * K) + o_k, b_a.to(factors.rows.dtype.element_ty), mask=o_k < K)
+        else:
+            store_sub_chunks(factors.rows, i_tile, column, b_af * b_in, opaque_zero, K, BT, BK)
+        o_n, o_k = tl.arange(0, NB)[:, None], column + tl.arange(0, BK)[None, :]
+        last = (o_n == NB - 1) & (o_k < K)
+        tl.store(factors.total + i_tile * K + (o_k + 0 * o_n), tl.exp2(b_start + b_rest), mask=last)
+
+    b_LT = -_erasing_gram(b_AbT, b_ab, BEFORE)
+    b_PbT = _query_gram(b_PbT, b_qb)
+    # Only substitution reads the first, no tile product.
+    b_AT = inverse_transposed(tl.trans(b_LT), b_LT, BT, EXACT, SIZES.WARPS)
+    b_FT = mm_exact(b_AT, b_PbT, None, EXACT)
+    store_upper(factors.F, i_tile, b_FT, BT)
+    if backward:
+        store_upper(factors.A, i_tile, b_AT, BT)
+    b_AkT2 = b_FT
+    if BEFORE:
+        b_AkT2 = _erasing_gram(b_AkT, b_ak, BEFORE)
+        store_upper(factors.P, i_tile, mm_exact(b_AkT2, b_FT, _query_gram(b_PkT, b_qk), EXACT), BT)
+        if backward:
+            store_upper(factors.R, i_tile, mm_exact(b_AkT2, b_AT, None, EXACT), BT)
+
+    for column in tl.range(0, K, BE, num_stages=STAGES):
+        b_P, b_first, b_rest = sub_chunk_sums(
+            load_sub_chunk_gate(gate, at, i_hv, column, opaque_zero, ACTIVATION, K, BT, BE)
+        )
+        b_out = tl.exp2((b_rest + sums_after(b_first + b_rest, NB))[:, None] - b_P)
+        b_c = erased_columns(tokens, at, heads, norms, column, opaque_zero, RULE, SIZES, BE, 16)
+        b_E = mm_exact(b_AT, (b_c * b_out).reshape(BT, BE), None, EXACT)
+        store_tile(factors.E, i_tile, 0, column, b_E, BT, K, BT, BE)
+        if BEFORE:
+            b_c = load_rows(tokens.k, tokens.s_k, at, heads.k, column, opaque_zero, K, BT, BE, 16)
+            b_K = mm_exact(b_AkT2, b_E, (b_c * b_out).reshape(BT, BE), EXACT)
+            store_tile(factors.K, i_tile, 0, column, b_K, BT, K, BT, BE)
+
+
+@triton.jit
+def row_factors(tokens, at, heads, strength, i_hv, SIZES: tl.constexpr, NORM: tl.constexpr):
+    """Reciprocal norms and write strengths of a chunk's rows."""
+    BT: tl.constexpr = SIZES.BT
+    b_beta = load_strength(strength, at, i_hv, False, BT)
+    if NORM:
+        b_rk = _reciprocal_norms(tokens.k, tokens.s_k, at, heads.k, SIZES)
+        b_ra = b_rk
+        if tokens.a is not None:
+            b_ra = _reciprocal_norms(tokens.a, tokens.s_a, at, heads.k, SIZES)
+        return RowFactors(_reciprocal_norms(tokens.q, tokens.s_q, at, heads.k, SIZES), b_rk, b_ra, b_beta)
+    else:
+        ones = tl.full((BT,), 1.0, tl.float32)
+        return RowFactors(ones, ones, ones, b_beta)
+
+
+@triton.jit
+def _reciprocal_norms(p, s, at, h, SIZES: tl.constexpr):
+    """(sum x^2 + 1e-6)^(-1/2) of rows.   [BT]"""
+    BT: tl.constexpr = SIZES.BT
+    b_xx = tl.zeros((BT,), tl.float32)
+    for column in range(0, SIZES.K, 64):
+        b_x = load_rows(p, s, at, h, column, 0, SIZES.K, BT, 64, 0)
+        b_xx += tl.sum(tl.sum(b_x * b_x, axis=2), axis=0)
+    return tl.rsqrt(b_xx + 1e-6)
+
+
+@triton.jit
+def _diagonals(tokens, at, early, heads, norms, SIZES: tl.constexpr, RULE: tl.constexpr):
+    """Products of rows with columns of the same row: q b, q k, a b and a k, the last two for rows a token early.
+
+    4 x [BT]; with "keys" only the first is needed, and the others are zeros.
+    """
+    BT: tl.constexpr = SIZES.BT
+    b_qb, b_qk = tl.zeros((BT,), tl.float32), tl.zeros((BT,), tl.float32)
+    b_ab, b_ak = tl.zeros((BT,), tl.float32), tl.zeros((BT,), tl.float32)
+    for column in range(0, SIZES.K, 64):
+        b_q = load_rows(tokens.q, tokens.s_q, at, heads.k, column, 0, SIZES.K, BT, 64, 0) * norms.q[None, :, None]
+        b_b = erased_columns(tokens, at, heads, norms, column, 0, RULE, SIZES, 64, 0)
+        b_qb += tl.sum(tl.sum(b_q * b_b, axis=2), axis=0)
+        if RULE != "keys":
+            b_a = erasing_rows(tokens, early, heads, norms.a, column, 0, RULE, SIZES, 64, 0)
+            b_k = load_rows(tokens.k, tokens.s_k, at, heads.k, column, 0, SIZES.K, BT, 64, 0)
+            b_qk += tl.sum(tl.sum(b_q * b_k, axis=2), axis=0)
+            b_ab += tl.sum(tl.sum(b_a * b_b, axis=2), axis=0)
+            b_ak += tl.sum(tl.sum(b_a * b_k, axis=2), axis=0)
+    return b_qb, b_qk, b_ab, b_ak
+
+
+@triton.jit
+def _query_gram(b_PT, b_diagonal):
+    """Transposed gram of the queries from `add_channel_grams`, with its diagonal.   [NB, BT, 16] -> [BT, BT]"""
+    BT: tl.constexpr = b_PT.shape[1]
+    o_s, o_r = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    b_PT = b_PT.permute(1, 0, 2).reshape(BT, BT)
+    return tl.where(o_s < o_r, b_PT, tl.where(o_s == o_r, b_diagonal[None, :], 0.0))
+
+
+@triton.jit
+def _erasing_gram(b_AT, b_diagonal, BEFORE: tl.constexpr):
+    """Transposed gram of the erasing rows, strictly upper, from `add_channel_grams`.   [NB, BT, 16] -> [BT, BT]
+
+    Rows that were loaded one token early are moved to their place.
+    """
+    BT: tl.constexpr = b_AT.shape[1]
+    o_s, o_r = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    if BEFORE:
+        b_AT = _query_gram(b_AT, b_diagonal)
+        b_AT = tl.gather(b_AT, tl.broadcast_to(tl.maximum(o_r - 1, 0), (BT, BT)), 1)
+    else:
+        b_AT = b_AT.permute(1, 0, 2).reshape(BT, BT)
+    return tl.where(o_s < o_r, b_AT, 0.0)

@@ -1,0 +1,189 @@
+"""`low_rank_scan` in Triton: one program per sequence, value head and tile of value rows, with the state in registers.
+
+    U^T = S^T rows^T        o^T = scale (S^T q^T + U^T F^T + v^T P^T)        S^T <- total S^T + U^T E + v^T K
+
+The state is held transposed, [V, K]. If a rule erases along what it writes, P is F and K is E, and both products are
+one, of U + v.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wyfold.kernels.records import LowRankPrepared
+from wyfold.runtime.chunk_layout import ChunkGrid
+from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned
+from wyfold.runtime.kernel_launch import launch_kernel
+from wyfold.runtime.options import DeltaOptions
+from wyfold.tile.columns.triton import Values, load_values
+from wyfold.tile.dot.triton import contracts, mm, operand, precision
+from wyfold.tile.index.triton import (
+    Packing,
+    TokenRows,
+    load_tile,
+    load_upper,
+    load_vector,
+    sequence_span,
+    store_tokens,
+    strides,
+)
+from wyfold.tile.state.triton import StateAt, advance, load_end, store_state
+
+
+def scan(
+    v: Tensor,
+    w: Tensor | None,
+    prepared: LowRankPrepared,
+    initial_state: Tensor | None,
+    grid: ChunkGrid,
+    options: DeltaOptions,
+    key: LaunchKey,
+    o: Tensor,
+    final_state: Tensor | None,
+    states: Tensor | None,
+    first_state: Tensor | None,
+) -> None:
+    """Run every sequence from its entering state.
+
+    Args:
+        v, w: [B, T, HV, V] values and their factors, or None for 1.
+        prepared: From `low_rank_prepare`.
+        initial_state: [N, HV, K, V] view of any strides and float dtype, or None (zeros).
+        grid: Chunk grid of the call.
+        options: Uses `scale`, `checkpoint_every`.
+        key: Key of the launch configuration.
+        o: [B, T, HV, V] written.
+        final_state: [N, HV, K, V] view, written, or None.
+        states: [rows, HV, K, V] view, written with the states after every `checkpoint_every` tokens, or None.
+        first_state: [N] int64 first row in `states` of each sequence.
+    """
+    (HV, V), K, C = v.shape[2:], prepared.rows.shape[2], grid.chunk_size
+    config = tuned("low_rank_scan.triton", key, v.device)
+    BV = min(config.blocks["BV"], tile_width(V))
+    launch_kernel(
+        wyfold_low_rank_scan_triton,
+        grid.sequences * HV * -(-V // BV),
+        values=Values(v=v, s_v=v.stride(), w=w, s_w=strides(w)),
+        factors=prepared,
+        output=Output(o=o, s_o=o.stride()),
+        states=States(
+            S0=initial_state,
+            s_S0=strides(initial_state),
+            ST=final_state,
+            s_ST=strides(final_state),
+            kept=states,
+            s_kept=strides(states),
+            first_kept=first_state,
+        ),
+        packing=Packing(cu=grid.cu, first=grid.first),
+        T=grid.tokens,
+        per_sequence=grid.per_sequence,
+        scale=options.scale,
+        every=max(1, options.checkpoint_every // C),
+        SIZES=Sizes(HV=HV, K=K, V=V, BT=C, BK=tile_width(K), BV=BV, STAGES=config.stages),
+        FLAGS=Flags(PACKED=grid.cu is not None, OP=operand(v.dtype), PRECISION=precision(v.dtype)),
+        **config.options(contract=contracts(v.dtype)),
+    )
+
+
+class Output(NamedTuple):
+    """Kernel argument: the output and its strides."""
+
+    o: Any
+    s_o: Any
+    end: None = None
+
+
+class States(NamedTuple):
+    """Kernel argument: states [.., HV, K, V], each with its strides; None where the call has none.
+
+    Attributes:
+        S0, s_S0: Initial states.
+        ST, s_ST: Final states, written.
+        kept, s_kept: States after every `every` chunks, written.
+        first_kept: [N] first row in `kept` of each sequence.
+    """
+
+    S0: Any
+    s_S0: Any
+    ST: Any
+    s_ST: Any
+    kept: Any
+    s_kept: Any
+    first_kept: Any
+    end: None = None
+
+
+class Sizes(NamedTuple):
+    """Constexprs: sizes of the call and of tiles, and tiles in flight."""
+
+    HV: int
+    K: int
+    V: int
+    BT: int
+    BK: int
+    BV: int
+    STAGES: int
+
+
+class Flags(NamedTuple):
+    """Constexprs: whether the batch is packed; dtype and precision of products."""
+
+    PACKED: bool
+    OP: Any
+    PRECISION: str | None
+
+
+@triton.jit(do_not_specialize=["T", "per_sequence", "scale", "every"])
+def wyfold_low_rank_scan_triton(
+    values, factors, output, states, packing, T, per_sequence, scale, every, SIZES: tl.constexpr, FLAGS: tl.constexpr
+):
+    """One program owns BV value rows of one state; the tiles of a head are neighbours, so that they share factors in
+    L2."""
+    HV: tl.constexpr = SIZES.HV
+    K: tl.constexpr = SIZES.K
+    V: tl.constexpr = SIZES.V
+    BT: tl.constexpr = SIZES.BT
+    BK: tl.constexpr = SIZES.BK
+    BV: tl.constexpr = SIZES.BV
+    OP: tl.constexpr = FLAGS.OP
+    PRECISION: tl.constexpr = FLAGS.PRECISION
+    NV: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0).to(tl.int64)
+    i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, pid // (NV * HV)
+    column = (i_v * BV).to(tl.int32)
+    i_c, b, t, length = sequence_span(i_n, packing, T, per_sequence, FLAGS.PACKED)
+    nowhere = StateAt(None, None, 0, False)
+    b_S = load_end(StateAt(states.S0, states.s_S0, i_n, True), nowhere, i_hv, column, K, V, BK, BV)
+    for i in tl.range(0, tl.cdiv(length, BT).to(tl.int32), num_stages=SIZES.STAGES):
+        i_tile = (i_c + i) * HV + i_hv
+        at = TokenRows(b, t + i * BT, length - i * BT, T)
+        b_rows = load_tile(factors.rows, i_tile, 0, 0, BT, K, BT, BK)
+        b_q = load_tile(factors.q, i_tile, 0, 0, BT, K, BT, BK)
+        b_v = load_values(values, at, i_hv, column, V, BT, BV)
+        b_FT = load_upper(factors.F, i_tile, BT)
+        b_E = load_tile(factors.E, i_tile, 0, 0, BT, K, BT, BK)
+        total = load_vector(factors.total, i_tile, K, BK, False)[None, :]
+        b_y = mm(b_S, tl.trans(b_rows), None, OP, PRECISION)
+        b_o = mm(b_S, tl.trans(b_q), None, OP, PRECISION)
+        if factors.K is None:
+            b_y = (b_y + tl.trans(b_v).to(tl.float32)).to(OP)
+            b_o = mm(b_y, b_FT, b_o, OP, PRECISION)
+            b_S = advance(b_S, total, b_y, b_E, OP, PRECISION)
+        else:
+            b_y = b_y.to(OP)
+            b_o = mm(b_y, b_FT, b_o, OP, PRECISION)
+            b_o = mm(tl.trans(b_v), load_upper(factors.P, i_tile, BT), b_o, OP, PRECISION)
+            b_S = advance(b_S, total, b_y, b_E, OP, PRECISION)
+            b_S = mm(tl.trans(b_v), load_tile(factors.K, i_tile, 0, 0, BT, K, BT, BK), b_S, OP, PRECISION)
+        store_tokens(output.o, output.s_o, at, i_hv, column, tl.trans(b_o * scale), V)
+        if states.kept is not None:
+            if ((i + 1) % every == 0) & (length >= (i + 1) * BT):
+                i_state = (i + 1) // every - 1 + tl.load(states.first_kept + i_n)
+                store_state(states.kept, states.s_kept, i_state, i_hv, column, b_S, K, V, BK, BV)
+    if states.ST is not None:
+        store_state(states.ST, states.s_ST, i_n, i_hv, column, b_S, K, V, BK, BV)

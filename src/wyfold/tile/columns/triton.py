@@ -1,0 +1,186 @@
+"""Rows and columns of a diagonal-plus-low-rank transition in Triton, as `eager.columns` makes them.
+
+RULE is "given" or "keys". No chunked operator has the rule "rates".
+
+A row that reads before its token's decay is a row of the token before: kernels load it one token early (`early_rows`),
+and everything that they then do with it is what they do with a query.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from wyfold.tile.index.triton import TokenRows, load_sub_chunks, load_tokens
+
+
+class RuleRows(NamedTuple):
+    """Kernel argument: tokens that a rule makes its rows and columns of, and their strides; None where it has none.
+
+    Attributes:
+        q, k, a: [B, T, H, K].
+        b: [B, T, heads of b, K].
+    """
+
+    q: Any
+    s_q: Any
+    k: Any
+    s_k: Any
+    a: Any
+    s_a: Any
+    b: Any
+    s_b: Any
+    end: None = None
+
+
+class Values(NamedTuple):
+    """Kernel argument: values [B, T, HV, V] and their factors, None for 1, with their strides."""
+
+    v: Any
+    s_v: Any
+    w: Any
+    s_w: Any
+    end: None = None
+
+
+class RowHeads(NamedTuple):
+    """Heads of the tokens of one value head, inside kernels.
+
+    Attributes:
+        k: Of q, k and a.
+        b: Of b.
+    """
+
+    k: Any
+    b: Any
+
+
+class RowFactors(NamedTuple):
+    """Factors of rows, inside kernels, each [BT].
+
+    Attributes:
+        q, k, a: Reciprocal norms; ones without the l2 norm.
+        beta: Write strength; zero in padding.
+    """
+
+    q: Any
+    k: Any
+    a: Any
+    beta: Any
+
+
+@triton.jit
+def load_values(values, at, h, column, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr):
+    """Load the written values of a chunk: v, or w v.   [BT, BV]"""
+    b_v = load_tokens(values.v, values.s_v, at, h, column, V, BT, BV)
+    if values.w is None:
+        return b_v
+    else:
+        return b_v.to(tl.float32) * load_tokens(values.w, values.s_w, at, h, column, V, BT, BV).to(tl.float32)
+
+
+@triton.jit
+def early_rows(at, BEFORE: tl.constexpr):
+    """Rows from which erasing rows are loaded: one token later if they read before their token's decay.
+
+    The chunk's first token is left out. Its row reads the entering state undecayed, and no row of its chunk.
+    """
+    if BEFORE:
+        return TokenRows(at.b, at.t + 1, tl.maximum(at.rows - 1, 0), at.T)
+    else:
+        return at
+
+
+@triton.jit
+def load_rows(
+    p, strides, at, h, column, opaque_zero, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr
+):
+    """Load token rows as float32: in sub-chunks of BR rows, [BT / BR, BR, BK], or with BR 0 as [1, BT, BK]."""
+    if BR == 0:
+        return load_tokens(p, strides, at, h, column, K, BT, BK).to(tl.float32)[None]
+    else:
+        return load_sub_chunks(p, strides, at, h, column, opaque_zero, K, BT, BK, BR).to(tl.float32)
+
+
+@triton.jit
+def erasing_rows(
+    rows,
+    at,
+    heads,
+    b_ra,
+    column,
+    opaque_zero,
+    RULE: tl.constexpr,
+    SIZES: tl.constexpr,
+    BK: tl.constexpr,
+    BR: tl.constexpr,
+):
+    """Load the erasing rows a of a rule, in the shape of `load_rows`. b_ra: their reciprocal norms, or None."""
+    K: tl.constexpr = SIZES.K
+    BT: tl.constexpr = SIZES.BT
+    if rows.a is None:
+        b_x = load_rows(rows.k, rows.s_k, at, heads.k, column, opaque_zero, K, BT, BK, BR)
+    else:
+        b_x = load_rows(rows.a, rows.s_a, at, heads.k, column, opaque_zero, K, BT, BK, BR)
+    if b_ra is not None:
+        b_x *= b_ra.reshape(b_x.shape[0], b_x.shape[1], 1)
+    if RULE == "given":
+        return b_x
+    elif rows.b is None:
+        return -b_x
+    else:
+        return -(b_x * load_rows(rows.b, rows.s_b, at, heads.b, column, opaque_zero, K, BT, BK, BR))
+
+
+@triton.jit
+def erased_columns(
+    rows,
+    at,
+    heads,
+    factors,
+    column,
+    opaque_zero,
+    RULE: tl.constexpr,
+    SIZES: tl.constexpr,
+    BK: tl.constexpr,
+    BR: tl.constexpr,
+):
+    """Load the columns b that a rule erases along, in the shape of `load_rows`; with "keys" they are also written."""
+    K: tl.constexpr = SIZES.K
+    BT: tl.constexpr = SIZES.BT
+    if RULE == "keys":
+        b_x = load_rows(rows.k, rows.s_k, at, heads.k, column, opaque_zero, K, BT, BK, BR)
+        return b_x * (factors.k * factors.beta).reshape(b_x.shape[0], b_x.shape[1], 1)
+    else:
+        return load_rows(rows.b, rows.s_b, at, heads.b, column, opaque_zero, K, BT, BK, BR)
+
+
+@triton.jit
+def keys_bwd(rows, at, heads, factors, column, opaque_zero, b_da, b_dc, SIZES: tl.constexpr, BR: tl.constexpr):
+    """Adjoint of the rule "keys", `eager.columns_bwd`, for some channels.
+
+    Args:
+        b_da, b_dc: [BT / BR, BR, BK] gradients of the erasing rows and of the columns.
+
+    Returns:
+        Gradients of the normalised k and a and of b, zeros where the rule has none, and beta's terms, in that shape.
+    """
+    K: tl.constexpr = SIZES.K
+    BT: tl.constexpr = SIZES.BT
+    BK: tl.constexpr = SIZES.BK
+    NB: tl.constexpr = BT // BR
+    b_k = load_rows(rows.k, rows.s_k, at, heads.k, column, opaque_zero, K, BT, BK, BR)
+    b_k *= factors.k.reshape(NB, BR, 1)
+    b_dp, b_db, b_p = -b_da, tl.zeros_like(b_da), b_k
+    if rows.a is not None:
+        b_p = load_rows(rows.a, rows.s_a, at, heads.k, column, opaque_zero, K, BT, BK, BR)
+        b_p *= factors.a.reshape(NB, BR, 1)
+    if rows.b is not None:
+        b_db = b_dp * b_p
+        b_dp *= load_rows(rows.b, rows.s_b, at, heads.b, column, opaque_zero, K, BT, BK, BR)
+    b_dk = b_dc * factors.beta.reshape(NB, BR, 1)
+    if rows.a is None:
+        b_dk += b_dp
+    return b_dk, b_dp, b_db, b_dc * b_k
