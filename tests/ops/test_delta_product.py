@@ -48,18 +48,22 @@ def agree(float64_bounds, got: dict, truth: dict) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_length(kind: str, form, results, float64_bounds):
+def test_every_length(kind: str, results, float64_bounds):
     for T in range(1 + KINDS.index(kind), 131, 8):
         a = drawn(kind, Shape(1, T, 1, 2, 8, 16), 1 + T % 3, seed=T)
-        agree(float64_bounds, results(form, a), results(reference.gated_delta_product, a))
+        truth = results(reference.gated_delta_product, a)
+        for form in FORMS.values():
+            agree(float64_bounds, results(form, a), truth)
 
 
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("kind", KINDS[:2])
-def test_gates_packed_with_empty_and_short_sequences(kind: str, gate: str, form, results, float64_bounds):
+def test_gates_packed_with_empty_and_short_sequences(kind: str, gate: str, results, float64_bounds):
     a = drawn(kind, Shape(1, 45, 2, 4, 16, 8), 3, gate, sequences=4)
     a |= {"cu_seqlens": torch.tensor([0, 17, 17, 18, 42]), "use_qk_l2norm_in_kernel": True}
-    agree(float64_bounds, results(form, a), results(reference.gated_delta_product, a))
+    truth = results(reference.gated_delta_product, a)
+    for form in FORMS.values():
+        agree(float64_bounds, results(form, a), truth)
 
 
 def test_one_update_is_the_gated_delta_rule_bit_for_bit(results):

@@ -39,19 +39,45 @@ def agree(float64_bounds, got: dict, truth: dict) -> None:
         (float64_bounds.gradient if name.startswith("d") else float64_bounds.output)(name, got[name], x)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_length(kind: str, form, results, float64_bounds):
-    for T in range(1 + KINDS.index(kind), 131, 3):
-        a = drawn(kind, Shape(1, T, 1, 2, 8, 16), seed=T)
-        agree(float64_bounds, results(form, a), results(reference.gla, a))
+@pytest.fixture(scope="module", params=KINDS)
+def every_length(request: pytest.FixtureRequest, results) -> tuple[torch.Tensor, dict, dict, dict]:
+    """Lengths, arguments, incoming gradients and truth; sequence b of the batch ends after lengths[b] tokens.
+
+    One token loop covers all lengths: a token with zero key, value and decay leaves the state unchanged.
+    """
+    lengths = torch.arange(1 + KINDS.index(request.param), 131, 3)
+    N, longest = len(lengths), int(lengths[-1])
+    a = drawn(request.param, Shape(N, longest, 1, 2, 8, 16))
+    past = torch.arange(longest) >= lengths[:, None]
+    for name in set(PER_TOKEN) & set(a):
+        a[name][past] = 0
+    fed = {"o": inputs.incoming(a["v"], 1).masked_fill(past[..., None, None], 0)}
+    fed["state"] = inputs.incoming(a["initial_state"], 2)
+    return lengths, a, fed, results(reference.gla, a, None, fed)
+
+
+def test_every_length(form, every_length, results, float64_bounds):
+    lengths, a, fed, truth = every_length
+
+    def alone(found: dict, b: int, T: int) -> dict:
+        """The part of sequence b, without the tokens after its end."""
+        of_states = ("state", "initial_state", "dinitial_state")
+        rows = {name: x[b : b + 1] for name, x in found.items() if isinstance(x, torch.Tensor)}
+        return found | {name: x if name in of_states else x[:, :T] for name, x in rows.items()}
+
+    for b, T in enumerate(lengths.tolist()):
+        got = results(form, alone(a, b, T), None, alone(fed, b, T))
+        agree(float64_bounds, got, alone(truth, b, T))
 
 
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("kind", KINDS[:2])
-def test_gates_packed_with_empty_and_short_sequences(kind: str, gate: str, form, results, float64_bounds):
+def test_gates_packed_with_empty_and_short_sequences(kind: str, gate: str, results, float64_bounds):
     cu = torch.tensor([0, 33, 33, 34, 82])
     a = drawn(kind, Shape(1, 90, 2, 4, 16, 8), gate, sequences=4) | {"cu_seqlens": cu}
-    agree(float64_bounds, results(form, a), results(reference.gla, a))
+    truth = results(reference.gla, a)
+    for form in FORMS.values():
+        agree(float64_bounds, results(form, a), truth)
 
 
 @pytest.mark.parametrize("size", [16, 32, 64])

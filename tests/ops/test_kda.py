@@ -41,7 +41,7 @@ IN_KERNEL = ("model", "model bounded")
 @pytest.mark.parametrize("safe", [None, -5.0, -0.5], ids=["any", "safe", "safe to -0.5"])
 @pytest.mark.parametrize("gate", GIVEN + IN_KERNEL)
 def test_safe_gate_with_gate_in_kernel_with_packing(
-    gate: str, safe: float | None, packed: bool, form, results, float64_bounds
+    gate: str, safe: float | None, packed: bool, results, float64_bounds
 ):
     shape, layout = Shape(2, 45, 1, 2, 8, 8), None
     if packed:
@@ -55,14 +55,16 @@ def test_safe_gate_with_gate_in_kernel_with_packing(
         a["safe_gate"] = True
         if safe != -5.0 or gate == "model bounded":
             a["lower_bound"] = safe
-    truth = results(reference.kda, a)
-    agree(float64_bounds, results(form, a), truth)
+    truth, found = results(reference.kda, a), {name: results(form, a) for name, form in FORMS.items()}
+    for got in found.values():
+        agree(float64_bounds, got, truth)
     if packed:
         a |= {name: a[name].masked_fill(torch.arange(90).view(1, 90, *[1] * (a[name].ndim - 2)) >= 82, torch.nan)
               for name in ("q", "k", "v", "g", "beta")}  # fmt: skip
-        again = results(form, a)
-        assert all(torch.equal(again[name], x) for name, x in results(form, a).items())
-        agree(float64_bounds, again, truth)
+        for name, form in FORMS.items():
+            again = results(form, a)
+            assert all(torch.equal(again[x], y) for x, y in found[name].items())
+            agree(float64_bounds, again, truth)
 
 
 @pytest.mark.parametrize("bound", [-1e-3, -1.0, -5.0, -5.5, -20.0])
