@@ -278,7 +278,8 @@ def _call(
     with torch.set_grad_enabled(trial.gradients):
         returned = operator(*moved, *values)
     returned = (returned,) if isinstance(returned, Tensor) else () if returned is None else tuple(returned)
-    results = {name: x for name, x in zip(trial.results, returned) if x.numel()}
+    # A result that was not asked for is None, or has no elements.
+    results = {name: x for name, x in zip(trial.results, returned) if x is not None and x.numel()}
     found = {name: x.detach() for name, x in (results | written).items() if x is not None and x.is_floating_point()}
     if leaves:
         into = {name: x for name, x in results.items() if x.requires_grad}
