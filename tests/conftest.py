@@ -215,6 +215,20 @@ def interpreter(device: torch.device) -> None:
         pytest.skip("the process was not started with TRITON_INTERPRET=1")
 
 
+@pytest.fixture
+def drawn() -> None:
+    """Makes `undrawn` draw: for a test of the drawing itself."""
+
+
+@pytest.fixture
+def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training runs write an empty curve: drawing it takes more than half the time of a run of a few steps."""
+    if "drawn" not in request.fixturenames:
+        from matplotlib.figure import Figure
+
+        monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: file.write_bytes(b""))
+
+
 GUARD = 512
 """Elements on either side of a guarded tensor: past the widest row, and a multiple of what loads align to."""
 

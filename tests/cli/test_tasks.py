@@ -12,6 +12,8 @@ from wyfold.cli import tasks as tasks_verb
 from wyfold.cli.train import add_arguments, fill_options, integrity
 from wyfold.cli.train.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 PARITY = "--length 8 --batch 32 --width 32 --heads 1 --steps 120 --eval-every 120 --eval-bytes 4096 --eval-lengths 12"
 TINY = "--depth 1 --width 16 --heads 1 --head-dim 8 --batch 2 --steps 3 --eval-every 2 --eval-bytes 64 --warmup 1"
 
@@ -25,7 +27,7 @@ def result(out):
 
 
 @pytest.mark.long
-def test_parity_needs_and_gets_negative_eigenvalues(tmp_path, capsys):
+def test_parity_needs_and_gets_negative_eigenvalues(tmp_path, capsys, drawn):
     found = {}
     for words in ("", "--neg-eigval"):
         assert train(tmp_path / f"run{words}", "parity", f"{PARITY} {words}") == 0

@@ -99,7 +99,7 @@ def test_layers_compile_as_one_graph(name: str):
     layer = made(name).train()
     cases.fill(layer)
     x = cases.wave((2, 20, cases.WIDTH), 0.9)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)  # the operators inside are lowered in other tests
     assert torch.equal(compiled(x)[0], layer(x)[0])
 
 

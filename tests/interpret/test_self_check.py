@@ -1,7 +1,5 @@
 """The comparison of a self-check, on kernels: right ones pass, a wrong one is refused with its figure."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests import processes
 from tests.context_parallel.ranks import Case, failures_on_ranks
 
 import wyfold
@@ -372,18 +371,17 @@ print(next(iter(self_check._outcomes.values())).state)
 """
 
 
-def process(device: torch.device) -> subprocess.Popen:
-    command = [sys.executable, "-c", PROCESS, device.type]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def process(device: torch.device) -> processes.Program:
+    return processes.with_package().start(["-c", PROCESS, device.type])
 
 
 @pytest.mark.long
 def test_two_processes_at_once_and_one_after_them(device, tmp_path):
     """Both check or one finds the other's answer; the third finds it."""
     for running in [process(device), process(device)]:
-        out, err = running.communicate()
-        assert out.strip() == "passed", err
+        done = running.wait()
+        assert done.stdout.strip() == "passed", done.stderr
     (file,) = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert file.suffix == ".json"
-    out, err = process(device).communicate()
-    assert out.strip() == "passed" and "first use" not in err
+    done = process(device).wait()
+    assert done.stdout.strip() == "passed" and "first use" not in done.stderr

@@ -10,6 +10,8 @@ from wyfold.cli import main
 from wyfold.cli.train import integrity
 from wyfold.cli.train.checkpoint import load_model
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 TINY = (
     "--depth 1 --width 16 --heads 1 --head-dim 8 --length 8 --batch 2 --eval-bytes 16 --eval-every 1 --eval-lengths 8"
 )

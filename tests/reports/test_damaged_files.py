@@ -28,6 +28,8 @@ from wyfold.cli import main
 from wyfold.cli.train import headers, integrity, rundir, schema, sharded_checkpoint
 from wyfold.models import MIXERS, Decoder, DecoderConfig
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 SEED = 26
 VARIANTS_PER_KIND = 4  # two of each kind from an interrupted run
 TINY = "--depth 2 --width 16 --heads 2 --head-dim 8 --window 8 --batch 2 --length 24 --warmup 2 --eval-bytes 96".split()

@@ -18,6 +18,8 @@ from wyfold.cli.train import checkpoint
 from wyfold.cli.train.trainer import Trainer
 from wyfold.models import Decoder
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 TINY = "--layers gdn --depth 1 --width 8 --heads 1 --head-dim 8 --batch 1 --length 8 --eval-bytes 16 --warmup 0".split()
 ADVICE = "is from before; a smaller --lr may help"
 

@@ -24,6 +24,8 @@ from wyfold.cli.train.recipe import Recipe, build, optimizer
 from wyfold.cli.train.trainer import Trainer
 from wyfold.models import Decoder
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 TINY = "--depth 2 --width 16 --heads 2 --head-dim 8 --window 8 --batch 2 --length 24 --warmup 2 --eval-bytes 96".split()
 
 
@@ -73,7 +75,7 @@ def stop_after(monkeypatch, step):
     monkeypatch.setattr(Trainer, "_take_step", interrupted)
 
 
-def test_a_run_learns_and_writes_curve_metrics_and_two_checkpoints(data, tmp_path, capsys):
+def test_a_run_learns_and_writes_curve_metrics_and_two_checkpoints(data, tmp_path, capsys, drawn):
     out = tmp_path / "run"
     assert train(data, out, "--steps", 30, "--eval-every", 10, "--save-every", 10, "--lr", 0.02) == 0
     said = capsys.readouterr().out
