@@ -5,7 +5,6 @@ import contextlib
 import importlib.util
 import inspect
 import logging
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from tests import processes
 from torch import Tensor
 
 from wyfold.integrations import engine_hooks
@@ -198,9 +198,7 @@ def stub_module(folder: Path, stubs: dict[str, str]) -> Iterator[Callable[[str],
 
 def run_script(module: str, last_line: str) -> None:
     """Run a script in another process, because an engine changes its process. Skips where it exits with 77."""
-    ran = subprocess.run(
-        [sys.executable, "-m", module], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
-    )  # fmt: skip
+    ran = processes.fresh().run(["-m", module], cwd=ROOT)
     if ran.returncode == 77:
         pytest.skip(ran.stdout.strip().splitlines()[-1])
     assert ran.returncode == 0, ran.stderr[-4000:]
