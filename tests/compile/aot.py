@@ -110,7 +110,7 @@ class Call:
         options: Keywords in addition to the drawn arguments.
         packed: Whether boundaries are passed.
         heads: Value heads. Two of them give few programs (low occupancy).
-        wrt: Arguments that require gradients; empty for all.
+        wrt: Arguments that require gradients; empty for all. `NONE`: no argument.
         segments: Number of segments of the sequence.
         misaligned: Whether the addresses of tokens are no multiples of 16, which TMA descriptors need.
         scalar: Whether a gate over channels is reduced to its first channel.
@@ -170,7 +170,7 @@ class Call:
         subject = OPERATOR_SPECS[self.subject]
         with self.segmented():
             outputs = subject.ours(self.arguments())
-        if subject.backward:
+        if subject.backward and outputs[0].requires_grad:
             torch.autograd.backward(outputs, [torch.zeros_like(x) for x in outputs])
 
     def segmented(self) -> contextlib.AbstractContextManager[None]:
@@ -605,6 +605,9 @@ def violations(call: Call | ServingCall | RankCall, architecture: str, found: li
     return wrong
 
 
+NONE = ("no argument",)
+"""`wrt` of a call without gradients."""
+
 GPU_CHUNKS = (("chunk_size", 64),)
 """Chunk size that a GPU selects for a scalar gate. For CPU tensors a smaller one is selected."""
 
@@ -653,6 +656,9 @@ CALLS = (
         256,
         options=(("state_v_first", True), ("initial_state", None)),
     ),
+    # With a whole block of 512 tokens, and another one.
+    Call("parallel_path_attn, forget gate", packed=True, segments=9),
+    Call("parallel_path_attn", wrt=NONE, segments=9, options=(("use_cache", True),), only=("path_blocks.triton",)),
     *(Call("solve_tril", dtype) for dtype in ("bfloat16", "float32")),
     *(Call("chunk_scaled_dot_kkt", options=(("chunk_size", C),)) for C in (16, 32, 64)),
     *(
@@ -683,6 +689,7 @@ STATES = (("chunk_size", 64), ("state_v_first", True), ("return_intermediate_sta
 
 PER_ARCHITECTURE: dict[str, tuple[Call | ServingCall | RankCall, ...]] = {
     "sm_90": (
+        Call("parallel_path_attn", "float16", 64, 64, segments=9),
         # `gradients` in Triton, for which such a call is left with groups of heads, takes the longest to compile.
         Call(
             "chunk_kda, gate inside",

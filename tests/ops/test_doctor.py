@@ -136,18 +136,18 @@ def test_on_a_gpu_the_text_says_what_runs_in_kernels_and_why_the_rest_does_not(m
     by_request = {"eager": "on request only", "gluon": "cannot be chosen"}
     on_gpu = [
         dataclasses.replace(service, device="cuda", backend="triton", refused=by_request)
-        if service.operator not in ("fused_recurrent_ttt_linear", "parallel_path_attn")
+        if service.operator != "fused_recurrent_ttt_linear"
         else dataclasses.replace(service, device="cuda", backend=None, refused=by_request | {"triton": "has no kernel"})
         for service in on_cpu
     ]
     text = str(dataclasses.replace(report, self_checks=(), services=(*on_cpu, *on_gpu)))
-    some = f'GPU: {len(on_gpu) - 2} of {len(on_gpu)} operators run in kernels (backend "triton"); '
-    assert text.splitlines()[0] == some + '2 run on it only with backend="eager", in PyTorch'
+    some = f'GPU: {len(on_gpu) - 1} of {len(on_gpu)} operators run in kernels (backend "triton"); '
+    assert text.splitlines()[0] == some + '1 run on it only with backend="eager", in PyTorch'
     reasons = [
         "not eager",
         "  on request only: all operators",
         "not triton",
-        "  has no kernel: fused_recurrent_ttt_linear, parallel_path_attn",
+        "  has no kernel: fused_recurrent_ttt_linear",
     ]
     assert text.splitlines()[-4:] == reasons
     text = str(dataclasses.replace(report, self_checks=(), services=(*on_cpu, *on_gpu[:2])))

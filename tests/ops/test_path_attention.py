@@ -10,9 +10,11 @@ from torch import Tensor
 
 import wyfold
 from wyfold import PathKeys, UnsupportedError, reference
+from wyfold.kernels import table
 from wyfold.kernels.path_records import CHUNK
 from wyfold.reference import inputs
 from wyfold.reference.shapes import EVERY_LENGTH, PACKINGS
+from wyfold.runtime.kernel_configs import LaunchKey, hardware_limit
 
 op = wyfold.parallel_path_attn
 
@@ -334,12 +336,43 @@ def test_a_positive_gate_is_refused_inside_checked():
         op(**a | {"g": -a["g"]})
 
 
-def test_explain_says_that_there_is_no_kernel():
+def test_kernels_are_checked_on_every_gpu(monkeypatch: pytest.MonkeyPatch):
+    """They ran on none yet."""
+    noted, usual = [], table.plan
+    monkeypatch.setattr(
+        table, "plan", lambda *args, **options: noted.append(options["unrun"]) or usual(*args, **options)
+    )
+    op(**drawn(5, dtype=torch.float32))
+    assert noted == [True]
+
+
+def test_widths_that_fit_no_gpu_are_named(monkeypatch: pytest.MonkeyPatch):
+    """To the table of kernels that exceed a GPU, by their keys."""
+    noted, usual = [], table.plan
+    monkeypatch.setattr(
+        table, "plan", lambda *args, **options: noted.append(options["sizes"]) or usual(*args, **options)
+    )
+    op(**drawn(5, dtype=torch.float32, K=128))
+    ((stage, words),) = noted[0]
+    key = LaunchKey.parse(words)
+    for architecture in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"):
+        assert "in float32 at K above 64" in hardware_limit(architecture, f"{stage}.triton", key)
+    half = key._replace(dtype="fp16")
+    assert "in float16 at K above 64" in hardware_limit("sm_89", f"{stage}.triton", half)
+    assert not hardware_limit("sm_90", f"{stage}.triton", half)
+    assert not hardware_limit("sm_89", f"{stage}.triton", half._replace(K=64))
+
+
+def test_no_kernel_passes_gradients_through_keys(monkeypatch: pytest.MonkeyPatch):
     a = drawn(5, dtype=torch.float32)
     plan = wyfold.explain(op, **a)
-    stages = ("path_blocks (wyfold.kernels.path_blocks.eager)", "path_attention (wyfold.kernels.path_attention.eager)")
-    assert plan.backend == "eager" and {*plan.forward} == {*plan.backward} == {*stages}
+    assert plan.backend == "eager" and {*plan.backward} == {*plan.forward}
+    assert plan.forward == (
+        "path_blocks (wyfold.kernels.path_blocks.eager)", "path_attention (wyfold.kernels.path_attention.eager)"
+    )  # fmt: skip
+    a["w"].requires_grad_()
+    monkeypatch.setattr(table, "_device_refusal", lambda device, backend: "")  # as if kernels could run here
     with pytest.raises(UnsupportedError) as refused:
-        op(**a, backend="triton")
-    assert "has no kernel for this operator" in refused.value.reasons["triton"]
+        op(**a, use_cache=True, backend="triton")
+    assert "has no kernel for this operator in this version (step path_cache_bwd)" in refused.value.reasons["triton"]
     assert 'backend="eager" serves it' in refused.value.reasons["triton"]

@@ -1,6 +1,7 @@
 """PaTH attention: one autograd function over two registered operators.
 
-The eager backend computes sequences of one length together: a dense batch at once, a packed one sequence by sequence.
+Kernels take a whole call (`path_kernels`). The eager backend computes sequences of one length together: a dense batch
+at once, a packed one sequence by sequence.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wyfold.autograd import path_kernels
 from wyfold.autograd.path_records import (
     DIFFERENTIABLE,
     OPERATOR,
@@ -42,7 +44,7 @@ class Path(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(lse)
         ctx.options = options
-        ctx.save_for_backward(*tensors, lse)
+        ctx.save_for_backward(*tensors, o, lse)
         return o, keys, lse
 
     @staticmethod
@@ -153,6 +155,9 @@ def _sequences(tensors: PathTensors, options: PathOptions) -> Iterator[_Sequence
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     t, options = PathTensors(*arguments[:TENSORS]), PathOptions(*arguments[TENSORS:])
     o, keys, lse = empty_results(t, options)
+    if options.backend != "eager":
+        path_kernels.forward(t, options, o, keys, lse)
+        return o, keys, lse
     if options.use_cache and t.past_k is not None and t.k.shape[1] == 0:
         keys.copy_(t.past_k)  # no token changes them
     softmax: Any = table.kernel_module("path_attention", options.backend)
@@ -174,9 +179,13 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _backward(*arguments: Any) -> list[Tensor]:
-    t, options = PathTensors(*arguments[:TENSORS]), PathOptions(*arguments[TENSORS + 4 :])
-    lse, do, dcache, needs = arguments[TENSORS : TENSORS + 4]
+    t, options = PathTensors(*arguments[:TENSORS]), PathOptions(*arguments[TENSORS + 5 :])
+    o, lse, do, dcache, needs = arguments[TENSORS : TENSORS + 5]
     dq, dk, dv, dw, dbeta, dg, *dpast = found = empty_gradients(t)
+    if options.backend != "eager":
+        if do is not None:
+            path_kernels.backward(t, options, o, lse, do, found)
+        return [dx for dx, need in zip(found, needs, strict=True) if need]
     if t.past_k is not None and t.k.shape[1] == 0 and dcache is not None:
         dpast[0].copy_(dcache)
     softmax: Any = table.kernel_module("path_attention", options.backend)
@@ -220,10 +229,11 @@ _forward_op = register(
     lambda *arguments: Path.apply(*arguments[:TENSORS], PathOptions(*arguments[TENSORS:])),
 )
 _backward_op = register(
-    f"path_bwd({TENSORS_SCHEMA}, Tensor lse, Tensor? do, Tensor? dkeys, bool[] needs, {OPTIONS_SCHEMA}) -> Tensor[]",
+    f"path_bwd({TENSORS_SCHEMA}, Tensor o, Tensor lse, Tensor? do, Tensor? dkeys, bool[] needs, {OPTIONS_SCHEMA})"
+    " -> Tensor[]",
     _backward,
     lambda *arguments: [
-        x.new_empty(x.shape) for x, need in zip(arguments[:DIFFERENTIABLE], arguments[TENSORS + 3], strict=True) if need
+        x.new_empty(x.shape) for x, need in zip(arguments[:DIFFERENTIABLE], arguments[TENSORS + 4], strict=True) if need
     ],
     of_gradients=True,
 )

@@ -232,7 +232,6 @@ _SPECS = (
         "path_attention",
         partial(_path, gate=False),
         ("o",),
-        kernels=False,
     ),
     OperatorSpec(
         "parallel_path_attn, forget gate",
@@ -240,7 +239,6 @@ _SPECS = (
         "path_attention",
         partial(_path, gate=True),
         ("o",),
-        kernels=False,
     ),
     _spec("solve_tril", _triangle, backward=False),
     OperatorSpec("chunk_scaled_dot_kkt", "chunk_scaled_dot_kkt", "chunk_scaled_dot_kkt", _keys, backward=False),

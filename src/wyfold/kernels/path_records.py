@@ -7,6 +7,7 @@ multiple of that. Rows and chunks of padding hold zeros.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ CHUNK = 64
 """Tokens of a chunk, C."""
 BLOCK_CHUNKS = 2
 """Chunks of a block on the eager backend."""
+LOG2E = math.log2(math.e)
 
 
 class PathTiles(NamedTuple):
@@ -162,3 +164,129 @@ class PathCall(NamedTuple):
             self.scale,
             self.gate,
         )
+
+
+class PathFactors(NamedTuple):
+    """Factors of a call on kernels, at their tokens.
+
+    Attributes:
+        w: [B, T, H, K] directions, rounded as operands are.
+        W: [B, T, H, K] as in `PathChunks`.
+        k: [B, T, H, K] keys at the end of their chunk.
+        E: [B, T, H, C] as in `PathChunks`.
+        blocks: [B, T, H, K] keys at the end of their block; undefined in the last, short block of a sequence.
+        M: [slots, H, K, K] map of each block, less the identity. A block of S tokens that begins at token t of a buffer
+            row has slot t // S of the row: two blocks begin at least S tokens apart.
+        after: [slots, H, S / C, BK, BK] map of the chunks of the block that follow each chunk, less the identity; BK is
+            K or more. Without elements where no backward reads it.
+    """
+
+    w: Tensor
+    W: Tensor
+    k: Tensor
+    E: Tensor
+    blocks: Tensor
+    M: Tensor
+    after: Tensor
+
+
+class PathSums(NamedTuple):
+    """Sums of log gates of a call on kernels, [B, T, HQ] float32; every sum is taken directly.
+
+    Attributes:
+        start: From the first token of a chunk to each token, both included.
+        end: Over the tokens of a chunk that follow each token.
+        block_start, block_end: The same of a block.
+    """
+
+    start: Tensor
+    end: Tensor
+    block_start: Tensor
+    block_end: Tensor
+
+
+class PathWorkspace(NamedTuple):
+    """What the launches of a backward on kernels pass on; gradients are float32.
+
+    Attributes:
+        x: [B, T, HQ, K] queries at the start of their block.
+        near: [S / C - 1, B, T, HQ, K] queries at the end of each earlier chunk of their block, by its place there.
+        near_sums: [S / C - 1, B, T, HQ] sums of log gates from the end of these chunks to each query; not set without a
+            gate.
+        dnear: Gradients of these queries at the start of the same chunks, rounded as operands are.
+        dq: [B, T, HQ, K] of queries at the start of their chunk.
+        dk: [B, T, H, K] of keys at the end of their chunk.
+        dW, dw: [B, T, H, K] of the factors W and w.
+        dv: [B, T, H, V] of values, without what their own chunk reads.
+        dblocks: [B, T, H, K] of keys at the end of their block; undefined where no block follows.
+        dM: [lanes, slots, H, BK, BK] of the maps; BK is K or more. Zero before the first launch.
+        delta: [B, T, HQ] <do, o>.
+        others: [B, T, HQ] sum of the gradients of a query's logits of keys outside its chunk.
+        dend: [B, T, HQ] of sums of log gates to the chunk's end.
+        dblock_end: [B, T, HQ] of sums of log gates to the block's end; undefined where no block follows.
+        dtotal: [S / C - 1, B, T, HQ] at a chunk's first token: of the sums of log gates of each earlier chunk of its
+            block.
+        dblock_total: [lanes, slots, HQ] of the sum of a block's log gates. Zero before the first launch.
+    """
+
+    x: Tensor
+    near: Tensor
+    near_sums: Tensor
+    dnear: Tensor
+    dq: Tensor
+    dk: Tensor
+    dW: Tensor
+    dw: Tensor
+    dv: Tensor
+    dblocks: Tensor
+    dM: Tensor
+    delta: Tensor
+    others: Tensor
+    dend: Tensor
+    dblock_end: Tensor
+    dtotal: Tensor
+    dblock_total: Tensor
+
+
+class PathSizes(NamedTuple):
+    """Kernel argument: sizes known at compile time.
+
+    Attributes:
+        H, HQ: Key heads and query heads.
+        K, V: Widths of keys and values.
+        BT: Tokens of a chunk.
+        BK, BV: Tile widths of K and V.
+        BLOCK: Chunks of a block.
+        TILE: Tokens of a lane at a time, a divisor of a block.
+        LANES: Lanes of a key head.
+    """
+
+    H: int
+    HQ: int
+    K: int
+    V: int
+    BT: int
+    BK: int
+    BV: int
+    BLOCK: int
+    TILE: int = 1
+    LANES: int = 1
+
+
+class PathScales(NamedTuple):
+    """Kernel argument: factors of products and of sums of log gates.
+
+    Attributes:
+        scale, gate: The factors.
+        logit_scale, logit_gate: The factors times log2(e), for exponentials that are powers of 2.
+    """
+
+    scale: float
+    gate: float
+    logit_scale: float
+    logit_gate: float
+
+
+def path_scales(scale: float, gate: float) -> PathScales:
+    """Factors as a kernel argument. Products with log2(e) are rounded once, since all logits share them."""
+    return PathScales(scale, gate, scale * LOG2E, gate * LOG2E)

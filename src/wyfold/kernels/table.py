@@ -74,6 +74,8 @@ STAGES = (
     "conv_pool",
     "norm",
     "gate",
+    "path_blocks",
+    "path_attention",
     "kkt",
     "solve_tril",
     "low_rank_prepare",
@@ -82,16 +84,12 @@ STAGES = (
     "low_rank_gradients",
     "low_rank_recurrent",
 )
-EAGER_STAGES = (
-    "path_blocks",
-    "path_attention",
-)
-"""Stages without kernels."""
 COVERS = {"recurrent": ("prepare",), "low_rank_recurrent": ("low_rank_prepare",), "scan": ("state_pool",)}
 """Stages whose kernels fuse the work of other stages: `DispatchEntry.covers`."""
 
 ENTRIES = (
-    *(DispatchEntry(stage, "eager", f"wyfold.kernels.{stage}.eager", check.FLOATS) for stage in STAGES + EAGER_STAGES),
+    *(DispatchEntry(stage, "eager", f"wyfold.kernels.{stage}.eager", check.FLOATS) for stage in STAGES),
+    DispatchEntry("path_cache_bwd", "eager", "wyfold.kernels.path_blocks.eager", check.FLOATS),
     DispatchEntry("ttt_open", "eager", "wyfold.kernels.ttt.eager", check.FLOATS),  # starts and ends inside a mini-batch
     *(
         DispatchEntry(stage, "triton", f"wyfold.kernels.{stage}.triton", FLOATS, COVERS.get(stage, ()))

@@ -11,8 +11,11 @@ from wyfold.autograd.path import Path
 from wyfold.autograd.path_records import OPERATOR, PathOptions, PathTensors
 from wyfold.kernels import table
 from wyfold.kernels.path_records import CHUNK
+from wyfold.kernels.trial import Sample, Trial, boundary_sample, sample
 from wyfold.runtime import check
+from wyfold.runtime.kernel_configs import LaunchKey, dtype_word
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, packed_boundaries
+from wyfold.runtime.plan import Plan
 from wyfold.runtime.replay_cache import PublicOperator, planned
 from wyfold.runtime.torch_ops import apply, in_autocast_dtype
 
@@ -73,8 +76,8 @@ def parallel_path_attn(
             last boundary are never read; their o is zero.
         use_cache: Return the keys for later calls.
         past: Keys of earlier calls, which the sequences continue. N is B; not with cu_seqlens.
-        backend: "eager", "triton" or "gluon" demands that backend. None: the best available one. No kernel serves this
-            operator yet.
+        backend: "eager", "triton" or "gluon" demands that backend. None: the best available one. Kernels pass no
+            gradients through keys: on a GPU, a call with gradients and with `past` or `use_cache` needs "eager".
 
     Returns:
         o: [B, T, HQ, V], dtype of v, a row for each query.
@@ -126,18 +129,8 @@ def _make_plan(t: PathTensors, values: tuple[Any, ...]) -> PathOptions:
         raise ValueError(f"{op}: scale must be above 0, got {scale}")
     rows = in_autocast_dtype(*t[:3])
     check.same_attribute(op, "dtype", **dict(zip("qkv", rows, strict=True)))
-    stages = "path_blocks", "path_attention"
-    plan = table.plan(
-        op,
-        t.q.device,
-        backend,
-        forward=stages,
-        backward=stages,
-        dtypes=table.dtypes(*rows),
-        chunk_size=CHUNK,
-        trials=tuple,  # it has no kernels to check
-    )
-    return PathOptions(factor, factor if gate_scaled else 1.0, use_cache, plan.backend)
+    options = PathOptions(factor, factor if gate_scaled else 1.0, use_cache, "triton")
+    return options._replace(backend=_plan(_with_rows(t, *rows), options, backend).backend)
 
 
 def _run(options: PathOptions, t: PathTensors, _: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
@@ -145,6 +138,79 @@ def _run(options: PathOptions, t: PathTensors, _: tuple[Any, ...]) -> tuple[Tens
         _check_counts(t.past_counts, t.past_k.shape[1])
     o, keys, _lse = apply(OPERATOR, Path, *in_autocast_dtype(*t[:3]), *t[3:], options)
     return o, keys if options.use_cache else None
+
+
+def _with_rows(t: PathTensors, q: Tensor, k: Tensor, v: Tensor) -> PathTensors:
+    return t._replace(q=q, k=k, v=v)
+
+
+def _plan(t: PathTensors, options: PathOptions, backend: str | None) -> Plan:
+    """Launches and their backend. No kernel passes gradients through keys of earlier or for later calls."""
+    differentiated = check.any_requires_grad(t)
+
+    def keys() -> list[tuple[str, LaunchKey]]:
+        (K, V), dtype = (t.k.shape[3], t.v.shape[3]), t.q.dtype
+        blocks, softmax = (table.kernel_module(stage, "triton") for stage in stages)
+        return [
+            *[("path_blocks", blocks.launch_key(dtype, K, name)) for name in blocks.launches(backward=differentiated)],
+            *[
+                ("path_attention", softmax.launch_key(dtype, K, V, name))
+                for name in softmax.launches(backward=differentiated)
+            ],
+        ]
+
+    stages = "path_blocks", "path_attention"
+    through_keys = ("path_cache_bwd",) * (differentiated and (options.use_cache or t.past_k is not None))
+    return table.plan(
+        OPERATOR,
+        t.q.device,
+        backend,
+        forward=stages,
+        backward=(*stages, *through_keys),
+        dtypes=table.dtypes(t.q, t.k, t.v),
+        chunk_size=CHUNK,
+        keys=keys,
+        sizes=()
+        if t.q.dtype == torch.float64
+        else (("path_attention", f"{dtype_word(t.q.dtype)} K{int(t.k.shape[3])}"),),
+        trials=lambda: (_trial(t, options),),
+        unrun=True,
+    )
+
+
+def _trial(t: PathTensors, options: PathOptions) -> Trial:
+    """A small call with the kernels of this one: of several blocks, with keys of earlier calls if this one has any."""
+    past = (
+        (None,) * 4
+        if t.past_k is None
+        else (
+            Sample("normal", t.k.dtype, "N", (CHUNK + 6, *t.k.shape[2:])),
+            Sample("normal", t.v.dtype, "N", (CHUNK + 6, *t.v.shape[2:])),
+            None if t.past_g is None else Sample("decay", t.past_g.dtype, "N", (CHUNK + 6, t.q.shape[2])),
+            Sample("position", torch.int64, "N", ()),
+        )
+    )
+    return Trial(
+        OPERATOR,
+        "path_fwd",
+        (
+            sample(t.q, "normal", "BT"),
+            sample(t.k, "normal", "BT"),
+            sample(t.v, "normal", "BT"),
+            sample(t.w, "unit", "BT"),
+            sample(t.beta, "strength", "BT"),
+            sample(t.g, "decay", "BT"),
+            *past,
+            boundary_sample(t.cu_seqlens),
+        ),
+        tuple(options),
+        ("o", "keys"),
+        sequences=2,
+        tokens=1100,
+        packed=t.cu_seqlens is not None,
+        gradients=check.any_requires_grad(t),
+        rounding="inputs",
+    )
 
 
 _PATH = PublicOperator(_make_plan, _run)

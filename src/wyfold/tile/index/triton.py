@@ -612,3 +612,26 @@ def load_row_factors(x, i_tile, BT: tl.constexpr, USE_TMA: tl.constexpr):
             tl.load(p_row + 3 * BT),
         )
     return b_in_k, b_in_q, b_out, b_beta
+
+
+@triton.jit
+def map_slot(b, t, T, S: tl.constexpr):
+    """Slot of the block of S tokens that begins at token t of buffer row b."""
+    return b * ((T + S - 1) // S) + t // S
+
+
+@triton.jit
+def load_map(p_M, i, K: tl.constexpr, BK: tl.constexpr):
+    """Load the i-th map, zero past the width.   [BK, BK]"""
+    o = tl.arange(0, BK)
+    inside = (o[:, None] < K) & (o[None, :] < K)
+    return tl.load(p_M + i.to(tl.int64) * (K * K) + o[:, None] * K + o[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def store_map(p_M, i, b_D, K: tl.constexpr, BK: tl.constexpr):
+    """Store the i-th map, rounding once."""
+    o = tl.arange(0, BK)
+    inside = (o[:, None] < K) & (o[None, :] < K)
+    p = p_M + i.to(tl.int64) * (K * K) + o[:, None] * K + o[None, :]
+    tl.store(p, b_D.to(p_M.dtype.element_ty), mask=inside)

@@ -1,0 +1,256 @@
+"""Chunks and blocks of PaTH attention in Triton: one program per chunk, per block, or per sequence, and key head.
+
+Tiles are stored at their tokens, in contiguous tensors [B, T, H, ..]. The map of a block is stored without the
+identity, which would hide its small numbers in 16 bits. Blocks are whole: the last tokens of a sequence need none.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wyfold.kernels.path_records import CHUNK, PathFactors
+from wyfold.runtime.chunk_layout import ChunkGrid
+from wyfold.runtime.kernel_configs import LaunchKey, dtype_word, tile_width, tuned
+from wyfold.runtime.kernel_launch import launch_kernel
+from wyfold.tile.dot.triton import contracts, exact, mm, mm_exact, operand, precision, workspace
+from wyfold.tile.index.triton import (
+    Packing,
+    TokenRows,
+    chunk_span,
+    load_map,
+    load_token_scalars,
+    load_tokens,
+    map_slot,
+    sequence_span,
+    store_map,
+    store_tile,
+    store_tokens,
+)
+from wyfold.tile.inverse.triton import inverse_transposed
+
+
+def empty_factors(q: Tensor, k: Tensor, block: int, *, backward: bool) -> PathFactors:
+    """Allocate the factors of a call, uninitialised, for blocks of so many chunks.
+
+    Args:
+        q, k: Tokens of the call.
+        block: Chunks of a block.
+        backward: Whether a backward reads the maps inside blocks.
+    """
+    (B, T, H, K), dtype = k.shape, workspace(q.dtype)
+    w, W, end, blocks = (k.new_empty(k.shape, dtype=dtype) for _ in range(4))
+    E = k.new_empty(B, T, H, CHUNK, dtype=dtype)
+    slots = -(-T // (block * CHUNK))
+    BK = tile_width(K)
+    after = k.new_empty((B * slots, H, block, BK, BK) if backward else 0, dtype=dtype)
+    return PathFactors(w, W, end, E, blocks, k.new_empty(B * slots, H, K, K, dtype=dtype), after)
+
+
+def path_factors(k: Tensor, w: Tensor, beta: Tensor, grid: ChunkGrid, block: int, out: PathFactors) -> None:
+    """Write the factors of all chunks, then those of all blocks.
+
+    Args:
+        k: [B, T, H, K], any strides.
+        w: [B, T, H, K], any float.
+        beta: [B, T, H].
+        grid: Chunks of CHUNK tokens.
+        block: Chunks of a block.
+        out: Where they are written.
+    """
+    (_, _, H, K), dtype = k.shape, k.dtype
+    packing = Packing(grid.cu, grid.first, grid.sequence), grid.sequences, grid.tokens, grid.per_sequence
+    config, chunk = (tuned("path_blocks.triton", launch_key(dtype, K, name), k.device) for name in (None, "chunks"))
+    products = {"OP": operand(dtype), "PRECISION": precision(dtype), "EXACT": exact(dtype)}
+    sizes = {"H": H, "K": K, "BT": CHUNK, "BK": tile_width(K), "PACKED": grid.cu is not None}
+    launch_kernel(
+        wyfold_path_chunks_triton,
+        grid.chunks * H,
+        k,
+        k.stride(),
+        w,
+        w.stride(),
+        beta,
+        beta.stride(),
+        out.w,
+        out.W,
+        out.k,
+        out.w.stride(),
+        out.E,
+        out.E.stride(),
+        *packing,
+        **sizes,
+        EXACT=products["EXACT"],
+        WARPS=min(4, chunk.warps),
+        **chunk.options(contract=contracts(dtype)),
+    )
+    if grid.tokens < block * CHUNK:
+        return  # no sequence has a whole block
+    launch_kernel(
+        wyfold_path_blocks_triton,
+        grid.chunks * H,
+        out.w,
+        out.W,
+        out.k,
+        out.blocks,
+        out.w.stride(),
+        out.M,
+        out.after if out.after.numel() else None,
+        *packing,
+        **sizes,
+        BLOCK=block,
+        **products,
+        **config.options(contract=contracts(dtype)),
+    )
+
+
+def path_cache(factors: PathFactors, grid: ChunkGrid, block: int, past: Tensor | None, out: Tensor) -> None:
+    """Write the keys after the last token of their sequence.
+
+    Args:
+        factors: Result of `path_factors`.
+        grid: Chunks of CHUNK tokens.
+        block: Chunks of a block.
+        past: [N, S, H, K] keys of earlier calls, any strides; None if there are none.
+        out: [B, S + T, H, K], any strides, zero past the last boundary.
+    """
+    (_, _, H, K), dtype = factors.w.shape, out.dtype
+    config = tuned("path_blocks.triton", launch_key(dtype, K), out.device)
+    S = 0 if past is None else past.shape[1]
+    launch_kernel(
+        wyfold_path_cache_triton,
+        grid.sequences * H,
+        factors.w,
+        factors.W,
+        factors.k,
+        factors.blocks,
+        factors.w.stride(),
+        factors.M,
+        past,
+        None if past is None else past.stride(),
+        out,
+        out.stride(),
+        Packing(grid.cu, grid.first),
+        grid.tokens,
+        grid.per_sequence,
+        S,
+        H=H,
+        K=K,
+        BT=CHUNK,
+        BK=tile_width(K),
+        BLOCK=block,
+        PACKED=grid.cu is not None,
+        EXACT=exact(dtype),
+        **config.options(contract=contracts(dtype)),
+    )
+
+
+def launch_key(dtype: torch.dtype, K: int, launch: str | None = None) -> LaunchKey:
+    """Launch configuration key; of the forward, or of a launch of the backward."""
+    return LaunchKey(dtype_word(dtype), K, launch=launch)
+
+
+@triton.jit(do_not_specialize=["N", "T", "per_sequence"])
+def wyfold_path_chunks_triton(
+    p_k, s_k, p_w, s_w, p_beta, s_beta, p_rounded, p_W, p_end, s_rows, p_E, s_E, packing, N, T, per_sequence,
+    H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr,
+    WARPS: tl.constexpr,
+):  # fmt: skip
+    """Factors of one chunk of one key head."""
+    i_tile = tl.program_id(0).to(tl.int64)
+    i_c, i_h = i_tile // H, i_tile % H
+    i_n, _, b, t, rows = chunk_span(i_c, packing, T, per_sequence, PACKED, BT)
+    if PACKED:
+        if i_n == N:
+            return
+    o = tl.arange(0, BT)
+    below = o[:, None] > o[None, :]
+    b_w = load_tokens(p_w, s_w, TokenRows(b, t, rows), i_h, 0, K, BT, BK).to(tl.float32)
+    b_k = load_tokens(p_k, s_k, TokenRows(b, t, rows), i_h, 0, K, BT, BK)
+    b_beta = load_token_scalars(p_beta, s_beta, TokenRows(b, t, rows), i_h, BT)
+    b_N = mm_exact(b_w, tl.trans(b_w), None, EXACT)
+    b_L = tl.where(below, b_N * b_beta[:, None], 0.0)
+    b_LT = tl.where(o[:, None] < o[None, :], tl.trans(b_N) * b_beta[None, :], 0.0)
+    b_A = tl.trans(inverse_transposed(b_L, b_LT, BT, EXACT, WARPS))
+    b_W = mm_exact(b_A, b_w * b_beta[:, None], None, EXACT)
+    b_J = tl.where(below, mm_exact(b_w, tl.trans(b_k), None, EXACT), 0.0)
+    b_E = mm_exact(b_A, b_J * b_beta[:, None], None, EXACT)
+    b_end = b_k.to(tl.float32) - mm_exact(tl.trans(b_E), b_w, None, EXACT)
+    store_tokens(p_rounded, s_rows, TokenRows(b, t, rows), i_h, 0, b_w, K)
+    store_tokens(p_W, s_rows, TokenRows(b, t, rows), i_h, 0, b_W, K)
+    store_tokens(p_end, s_rows, TokenRows(b, t, rows), i_h, 0, b_end, K)
+    store_tokens(p_E, s_E, TokenRows(b, t, rows), i_h, 0, b_E, BT)
+
+
+@triton.jit(do_not_specialize=["N", "T", "per_sequence"])
+def wyfold_path_blocks_triton(
+    p_w, p_W, p_end, p_blocks, s_rows, p_M, p_after, packing, N, T, per_sequence, H: tl.constexpr, K: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, OP: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Keys and map of one whole block of one key head; programs of chunks that begin none do nothing."""
+    i_tile = tl.program_id(0).to(tl.int64)
+    i_c, i_h = i_tile // H, i_tile % H
+    i_n, i_s, b, t, _ = chunk_span(i_c, packing, T, per_sequence, PACKED, BT)
+    left = T - t
+    if PACKED:
+        if i_n == N:
+            return
+        left = tl.load(packing.cu + i_n + 1) - t
+    if i_s % BLOCK != 0 or left < BLOCK * BT:
+        return
+    b_D = tl.zeros((BK, BK), tl.float32)  # the map less the identity
+    for i in range(BLOCK):
+        at = t + (BLOCK - 1 - i) * BT
+        if p_after is not None:
+            i_map = (map_slot(b, t, T, BLOCK * BT) * H + i_h) * BLOCK + BLOCK - 1 - i
+            store_tile(p_after, i_map, 0, 0, b_D, BK, BK, BK, BK)
+        b_k = load_tokens(p_end, s_rows, TokenRows(b, at, BT), i_h, 0, K, BT, BK)
+        b_w = load_tokens(p_w, s_rows, TokenRows(b, at, BT), i_h, 0, K, BT, BK)
+        b_W = load_tokens(p_W, s_rows, TokenRows(b, at, BT), i_h, 0, K, BT, BK)
+        b_moved = b_k.to(tl.float32) + mm(b_k, tl.trans(b_D), None, OP, PRECISION)
+        store_tokens(p_blocks, s_rows, TokenRows(b, at, BT), i_h, 0, b_moved, K)
+        b_u = tl.trans(b_w).to(tl.float32) + mm_exact(b_D, tl.trans(b_w), None, EXACT)
+        b_D -= mm_exact(b_u, b_W, None, EXACT)
+    store_map(p_M, map_slot(b, t, T, BLOCK * BT) * H + i_h, b_D, K, BK)
+
+
+@triton.jit(do_not_specialize=["T", "per_sequence", "S"])
+def wyfold_path_cache_triton(
+    p_w, p_W, p_end, p_blocks, s_rows, p_M, p_past, s_past, p_out, s_out, packing, T, per_sequence, S,
+    H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """Keys of one sequence and key head after its last token, from the last to the first."""
+    i = tl.program_id(0).to(tl.int64)
+    i_n, i_h = i // H, i % H
+    _, b, start, length = sequence_span(i_n, packing, T, per_sequence, PACKED)
+    b_D = tl.zeros((BK, BK), tl.float32)  # the map of everything that follows, less the identity
+    blocks = length // (BLOCK * BT)
+    chunks = (length + BT - 1) // BT - blocks * BLOCK
+    for tail in range(chunks):
+        at = (blocks * BLOCK + chunks - 1 - tail) * BT
+        rows = tl.minimum(length - at, BT).to(tl.int32)
+        b_k = load_tokens(p_end, s_rows, TokenRows(b, start + at, rows), i_h, 0, K, BT, BK)
+        b_w = load_tokens(p_w, s_rows, TokenRows(b, start + at, rows), i_h, 0, K, BT, BK)
+        b_W = load_tokens(p_W, s_rows, TokenRows(b, start + at, rows), i_h, 0, K, BT, BK)
+        b_moved = b_k.to(tl.float32) + mm_exact(b_k, tl.trans(b_D), None, EXACT)
+        store_tokens(p_out, s_out, TokenRows(b, S + start + at, rows), i_h, 0, b_moved, K)
+        b_u = tl.trans(b_w).to(tl.float32) + mm_exact(b_D, tl.trans(b_w), None, EXACT)
+        b_D -= mm_exact(b_u, b_W, None, EXACT)
+    for n in range(blocks):
+        first = start + (blocks - 1 - n) * (BLOCK * BT)
+        for c in range(BLOCK):
+            b_k = load_tokens(p_blocks, s_rows, TokenRows(b, first + c * BT, BT), i_h, 0, K, BT, BK)
+            b_moved = b_k.to(tl.float32) + mm_exact(b_k, tl.trans(b_D), None, EXACT)
+            store_tokens(p_out, s_out, TokenRows(b, S + first + c * BT, BT), i_h, 0, b_moved, K)
+        b_M = load_map(p_M, map_slot(b, first, T, BLOCK * BT) * H + i_h, K, BK)
+        b_D += b_M.to(tl.float32) + mm_exact(b_D, b_M, None, EXACT)
+    if p_past is not None:
+        for place in range(0, S, BT):
+            rows = tl.minimum(S - place, BT).to(tl.int32)
+            b_past = load_tokens(p_past, s_past, TokenRows(b, place, rows), i_h, 0, K, BT, BK)
+            b_moved = b_past.to(tl.float32) + mm_exact(b_past, tl.trans(b_D), None, EXACT)
+            store_tokens(p_out, s_out, TokenRows(b, place, rows), i_h, 0, b_moved, K)
