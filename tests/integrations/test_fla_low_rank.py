@@ -83,11 +83,9 @@ def test_old_layout_names_and_the_gate_of_gdn2():
 
 
 def test_states_that_enter_each_chunk_of_gdn2():
-    a = drawn("gdn2")
-    o, state, h = fla.chunk_gdn2(**a, output_final_state=True, return_intermediate_states=True, chunk_size=16)
-    truth = wyfold.chunk_gdn2(
-        **a, output_final_state=True, return_intermediate_states=True, checkpoint_every=16, chunk_size=16
-    )
+    a = inputs.draw("random", "gdn2", Shape(1, 150, 1, 2, 8, 8), gate="weak", state="normal")
+    o, state, h = fla.chunk_gdn2(**a, output_final_state=True, return_intermediate_states=True)
+    truth = wyfold.chunk_gdn2(**a, output_final_state=True, return_intermediate_states=True, checkpoint_every=64)
     assert torch.equal(o, truth[0]) and torch.equal(state, truth[1])
     assert torch.equal(h, torch.cat([a["initial_state"][:, None], truth[2]], 1))
 
@@ -102,5 +100,7 @@ def test_what_is_not_offered_is_refused():
         fla.fused_mul_recurrent_rwkv7(**mul, reverse=True)
     with pytest.raises(TypeError, match=r"^fused_recurrent_gla: reverse must be True or False, got 'no'"):
         fla.fused_recurrent_gla(dplr["q"], dplr["k"], dplr["v"], reverse="no")
+    with pytest.raises(ValueError, match=r"^chunk_gdn2: `chunk_size` must be 64 for GDN-2 .* got 32"):
+        fla.chunk_gdn2(**drawn("gdn2"), chunk_size=32)
     with pytest.raises(TypeError, match="cp_context must come from"):
         fla.chunk_dplr_delta_rule(**dplr, cp_context=1)

@@ -16,7 +16,13 @@ from wyfold.runtime.options import DeltaOptions
 F64 = torch.float64
 LENGTHS = [20, 0, 50, 17]
 T, HV, K, V, C = sum(LENGTHS), 4, 8, 16, 16
-RULES = {"dplr_delta_rule": "given", "iplr_delta_rule": "given", "mul_rwkv7": "rates", "gdn2": "keys", "comba": "keys"}
+RULES = {
+    "dplr_delta_rule": "given",
+    "iplr_delta_rule": "given",
+    "mul_rwkv7": "rates",
+    "gdn2": "keys",
+    "comba": "feedback",
+}
 OPTIONS = DeltaOptions(
     operator="low rank", recurrent=False, scale=0.3, qk_l2norm=False, activation="given", lower_bound=0.0, clamp=0.0,
     beta_logit=False, beta_most=1.0, state_v_first=False, state_dtype=F64, final_state=True, chunk_size=C,

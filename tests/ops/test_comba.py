@@ -14,10 +14,14 @@ FORMS = {"chunk": wyfold.chunk_comba, "recurrent": wyfold.fused_recurrent_comba}
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_reading_along_k_is_gdn(form: str, results, float64_bounds):
-    a = inputs.draw("random", "gated_delta_rule", Shape(2, 50, 1, 2, 8, 16), gate="weak", state="normal", dtype=F64)
+def test_reading_along_the_decayed_k_is_gdn(form: str, results, float64_bounds):
+    a = inputs.draw("random", "gated_delta_rule", Shape(2, 50, 2, 2, 8, 16), gate="weak", state="normal", dtype=F64)
     twin = wyfold.chunk_gdn if form == "chunk" else wyfold.fused_recurrent_gdn
-    agree(float64_bounds, results(FORMS[form], a), results(twin, a))
+
+    def decayed(q, k, v, g, beta, **rest):
+        return FORMS[form](q, k, v, g.exp()[..., None] * k, g, beta, **rest)
+
+    agree(float64_bounds, results(decayed, a), results(twin, a))
 
 
 @pytest.mark.parametrize("left_out", [None, "p", "g", "beta"])

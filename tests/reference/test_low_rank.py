@@ -34,7 +34,7 @@ def rows_of(rule: str, a: dict, b: int, t: int, j: int) -> tuple[Tensor, ...]:
         return q, k, a["w"][b, t, j] * v, -decay * a["b"][b, t, j] * k, k, decay
     if rule == "comba":
         written = a["beta"][b, t, j] * k
-        return q, written, v, -decay * a["p"][b, t, h], written, decay
+        return q, written, v, -a["p"][b, t, h], written, decay
     return q, k, v, a["a"][b, t, h], a["b"][b, t, h], decay
 
 
@@ -67,8 +67,9 @@ def test_kda_and_gdn_are_inside():
         same("o", o, truth[0])
         same("state", state, truth[1])
     a = wide("gated_delta_rule")
+    q, k = a["q"].repeat_interleave(2, 2), a["k"].repeat_interleave(2, 2)
     o, state = reference.comba(
-        a["q"], a["k"], a["v"], None, a["g"], a["beta"], **rest | {"initial_state": a["initial_state"]}
+        q, k, a["v"], a["g"].exp()[..., None] * k, a["g"], a["beta"], **rest | {"initial_state": a["initial_state"]}
     )
     truth = reference.gated_delta_rule(**a)
     same("o", o, truth[0])

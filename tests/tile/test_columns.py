@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from wyfold.tile.columns.eager import (
+    ONE_COLUMN,
     Columns,
     RuleTokens,
     columns,
@@ -35,10 +36,10 @@ def tokens(**absent: bool) -> RuleTokens:
 CASES = {
     "given": tokens(w=True, beta=True),
     "rates": tokens(w=True, beta=True),
-    "keys": tokens(),
-    "keys of GDN-2": tokens(a=True, beta=True),
-    "keys of Comba": tokens(b=True, w=True),
+    "keys": tokens(a=True, beta=True),
     "keys alone": tokens(a=True, b=True, w=True, beta=True),
+    "feedback": tokens(b=True, w=True),
+    "feedback alone": tokens(b=True, w=True, beta=True),
 }
 
 
@@ -51,13 +52,13 @@ def test_columns(name: str):
         expected = (a, b, k, v)
     elif rule == "rates":
         expected = (-a, a * b, k, v)
+    elif rule == "feedback":
+        expected = (-a, k * (one if beta is None else beta), k * (one if beta is None else beta), v)
     else:
-        column = k * (one if beta is None else beta)
-        row = -(k if a is None else a) * (one if b is None else b)
-        expected = (row, column, column, v * (one if w is None else w))
+        expected = (-k * (one if b is None else b), k, k, v * (one if w is None else w))
     got = columns(rule, CASES[name])
     assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
-    assert (got.b is got.k) == (rule == "keys") == (not reads_before(rule))
+    assert (got.b is got.k) == (rule in ONE_COLUMN) and reads_before(rule) == (rule != "keys")
 
 
 @pytest.mark.parametrize("name", CASES)

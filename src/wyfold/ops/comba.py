@@ -39,11 +39,11 @@ def chunk_comba(
 ) -> Result:
     """Comba over whole sequences, computed chunk by chunk.
 
-        S <- exp(g_t) S
-        S <- S + beta_t k_t (v_t - S^T p_t)^T
+        u = v_t - S^T p_t
+        S <- exp(g_t) S + beta_t k_t u^T
         o_t = scale S^T q_t
 
-    Per value head, from S = initial_state or zeros. The state is read after the token's decay. The bitwise guarantees
+    Per value head, from S = initial_state or zeros. The state is read before the token's decay. The bitwise guarantees
     are those of `chunk_gated_delta_rule`. With cp_context CUDA tensors need `backend="eager"`.
 
     Args:
@@ -51,7 +51,7 @@ def chunk_comba(
         k: [B, T, H, K], dtype of q. Rows of unit length, or `use_qk_l2norm_in_kernel`.
         v: [B, T, HV, V], dtype of q; value head j reads key head j // (HV // H).
         p: [B, T, H, K], dtype of q. Key along which the state is read before the write; the paper's is k times a number
-            per head. None: k, which is Gated DeltaNet.
+            per head. None: k. Gated DeltaNet is p = exp(g) k.
         g: [B, T, HV] any float. Natural log of the decay per token, <= 0; -inf resets the state. None: no decay. The
             sign is checked inside `wyfold.checked()` only.
         beta: [B, T, HV] any float. Write strength; None: 1.
@@ -97,11 +97,11 @@ def chunk_comba(
         backend=backend,
         chunk_size=chunk_size,
         disable_recompute=disable_recompute,
-        rule="keys",
+        rule="feedback",
         names=(("a", "p"),),
     )
     given = q, k, v, g, beta, initial_state, None, None
-    tensors, flags = delta_arguments(flags, given, cu_seqlens, cu_seqlens_cpu, (p, None, None))
+    tensors, flags = delta_arguments(flags, given, cu_seqlens, cu_seqlens_cpu, (k if p is None else p, None, None))
     return planned(DELTA, tensors, flags) if cp_context is None else run_across_ranks(tensors, flags, cp_context)
 
 
@@ -126,8 +126,8 @@ def fused_recurrent_comba(
 ) -> Result:
     """Comba, computed token by token: the form for decoding.
 
-        S <- exp(g_t) S
-        S <- S + beta_t k_t (v_t - S^T p_t)^T
+        u = v_t - S^T p_t
+        S <- exp(g_t) S + beta_t k_t u^T
         o_t = scale S^T q_t
 
     Same function as `chunk_comba`, evaluated as the recurrence is written; last bits may differ.
@@ -137,7 +137,7 @@ def fused_recurrent_comba(
         k: [B, T, H, K], dtype of q. Rows of unit length, or `use_qk_l2norm_in_kernel`.
         v: [B, T, HV, V], dtype of q; value head j reads key head j // (HV // H).
         p: [B, T, H, K], dtype of q. Key along which the state is read before the write; the paper's is k times a number
-            per head. None: k, which is Gated DeltaNet.
+            per head. None: k. Gated DeltaNet is p = exp(g) k.
         g: [B, T, HV] any float. Natural log of the decay per token, <= 0; -inf resets the state. None: no decay. The
             sign is checked inside `wyfold.checked()` only.
         beta: [B, T, HV] any float. Write strength; None: 1.
@@ -181,8 +181,8 @@ def fused_recurrent_comba(
         return_intermediate_states=return_intermediate_states,
         checkpoint_every=checkpoint_every,
         backend=backend,
-        rule="keys",
+        rule="feedback",
         names=(("a", "p"),),
     )
     given = q, k, v, g, beta, initial_state, None, None
-    return planned(DELTA, *delta_arguments(flags, given, cu_seqlens, columns=(p, None, None)))
+    return planned(DELTA, *delta_arguments(flags, given, cu_seqlens, columns=(k if p is None else p, None, None)))

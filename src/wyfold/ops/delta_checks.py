@@ -26,11 +26,12 @@ COLUMN_SHAPES: dict[str, dict[str, str]] = {
     "delta": {},
     "given": {"a": "B T H K", "b": "B T H K"},
     "rates": {"a": "B T H K", "b": "B T H K"},
-    "keys": {"a": "B T H K", "b": "B T HV K", "w": "B T HV V"},
+    "keys": {"b": "B T HV K", "w": "B T HV V"},
+    "feedback": {"a": "B T H K"},
 }
 """Rule -> shapes of its further tokens."""
 
-PAIRED = {"delta": "", "given": "ab", "rates": "ab", "keys": "a"}
+PAIRED = {"delta": "", "given": "ab", "rates": "ab", "keys": "", "feedback": "a"}
 """Rule -> its further tokens that have the dtype of q; the others may have any."""
 
 
@@ -167,7 +168,7 @@ def check_tensors(
     """
     shapes = {"q": "B T H K", "k": "B T H K", "v": "B T HV V", "g": "B T HV K" if channel else "B T HV"}
     shapes |= {"beta": "B T HV", **COLUMN_SHAPES[rule]}
-    optional = ["g", "beta", *(["a", "b", "w"] if rule == "keys" else [])]
+    optional = ["g", "beta", *(["b", "w"] if rule == "keys" else [])]
     patterns: dict[str, Any] = {names.get(name, name): (given[name], shape) for name, shape in shapes.items()}
     sizes = check.shapes(op, optional=[names.get(name, name) for name in optional], **patterns)
     check.head_groups(op, sizes["H"], sizes["HV"], keys=f"{names.get('q', 'q')} and k")

@@ -111,7 +111,7 @@ def comba(
     use_qk_l2norm_in_kernel: bool = False,
     **options: Any,
 ) -> Result:
-    """Comba: the state is read along p and written along k. Options as in `chunk_comba`.
+    """Comba: the state is read along p before its decay, and written along k. Options as in `chunk_comba`.
 
     Source:
         Comba, arXiv:2506.02475.
@@ -123,7 +123,7 @@ def comba(
     k = share_heads(k, v.shape[2])
     if beta is not None:
         k = beta[..., None] * k
-    return _recurrence(q, k, v, g, -p, k, before=False, tokens=tokens, dtype=dtype, cu_seqlens=cu_seqlens, **options)
+    return _recurrence(q, k, v, g, -p, k, before=True, tokens=tokens, dtype=dtype, cu_seqlens=cu_seqlens, **options)
 
 
 def _tokens(cu_seqlens: Tensor | None, *tensors: Tensor | None) -> list[Any]:

@@ -37,7 +37,7 @@ class DeltaOptions(NamedTuple):
         segment_chunks, segments: `Cut` of long sequences.
         unit: `gradient_unit` of the call.
         rule: "delta", or how a diagonal-plus-low-rank rule makes its rows and columns (`tile.columns`): "given",
-            "rates", "keys".
+            "rates", "keys", "feedback".
         erases: Whether a write of the rule "delta" first erases what its key reads. False: GLA.
     """
 

@@ -177,8 +177,13 @@ def chunk_gdn2(
 
     With `return_intermediate_states` a third result has the states that enter each chunk, as of `chunk_kda`.
     """
+    if chunk_size not in (None, 64):
+        raise ValueError(
+            f"chunk_gdn2: `chunk_size` must be 64 for GDN-2 under fla's name, got {chunk_size!r}; wyfold.chunk_gdn2 "
+            "takes others"
+        )
     context = wyfold_context("chunk_gdn2", cp_context, initial_state, output_final_state)
-    every = (chunk_size or 64) if return_intermediate_states else None
+    every = 64 if return_intermediate_states else None
     found: Any = gdn2.chunk_gdn2(
         q,
         k,

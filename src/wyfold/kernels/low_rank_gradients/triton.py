@@ -18,6 +18,7 @@ from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
+from wyfold.tile.columns.eager import ONE_COLUMN
 from wyfold.tile.columns.triton import (
     RowHeads,
     RuleRows,
@@ -85,7 +86,7 @@ def gradients(
     config = tuned("low_rank_gradients.triton", key, q.device)
     BK = min(config.blocks["BK"], max(NARROWEST, tile_width(K)))
     BV = min(config.blocks["BV"], max(NARROWEST, tile_width(V)))
-    two, tiles = options.rule != "keys", grid.chunks * HV
+    two, tiles = options.rule not in ONE_COLUMN, grid.chunks * HV
     whole = {"q": out.q, "k": out.k, "a": out.a}
     direct = not options.qk_l2norm and HV == q.shape[2]
     found = {
@@ -237,6 +238,7 @@ def wyfold_low_rank_gradients_triton(
     BV: tl.constexpr = SIZES.BV
     RULE: tl.constexpr = FLAGS.RULE
     BEFORE: tl.constexpr = FLAGS.RULE != "keys"
+    TWO: tl.constexpr = FLAGS.RULE == "given"
     ACTIVATION: tl.constexpr = FLAGS.ACTIVATION
     CLAMPED: tl.constexpr = FLAGS.CLAMPED
     OP: tl.constexpr = FLAGS.OP
@@ -280,8 +282,9 @@ def wyfold_low_rank_gradients_triton(
             b_da = mm(b_X, b_S, b_da, OP, PRECISION)
             b_db = mm(b_W, b_dS, b_db, OP, PRECISION)
             b_carried += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), axis=0)
-            if BEFORE:
+            if TWO:
                 b_dk = mm(load_values(values, at, i_hv, i_v * BV, V, BT, BV), b_dS, b_dk, OP, PRECISION)
+            if BEFORE:
                 o_v = i_v * BV + tl.arange(0, BV)
                 b_x = tl.load(borders.X + i_tile * (BT * V) + o_v, mask=o_v < V, other=0.0).to(tl.float32)
                 b_da_first += tl.sum(b_x[:, None] * b_S.to(tl.float32), axis=0)
@@ -291,7 +294,7 @@ def wyfold_low_rank_gradients_triton(
         b_x = load_rows(gate.g, gate.s_g, at, i_hv, i_k * BK, opaque_zero, K, BT, BK, NEAR)
         b_gate = sub_chunk_gate(b_x, gate, i_hv, i_k * BK, n_rows, ACTIVATION, K)
         b_dq_read, b_da_read, b_carried = b_dq * scale, b_da * unit, b_carried * unit
-        if BEFORE:
+        if TWO:
             b_dq, b_da, b_dg = tl.zeros_like(b_x), tl.zeros_like(b_x), tl.zeros_like(b_x)
             # The bound hides the count, so that the compiler does not copy the body.
             for which in range(2 + opaque_zero):
@@ -312,12 +315,6 @@ def wyfold_low_rank_gradients_triton(
                         store_token_sub_chunks(outputs.b, outputs.s_b, at, i_hv, i_k * BK, b_dc, opaque_zero, K)
                 elif outputs.k is not None:
                     store_token_sub_chunks(outputs.k, outputs.s_k, at, i_hv, i_k * BK, b_dc, opaque_zero, K)
-            if outputs.a is not None:
-                # The chunk's first token, whose row is none of the early ones.
-                o_k = i_k * BK + tl.arange(0, BK)
-                p_first = outputs.a + b * outputs.s_a[0] + t * outputs.s_a[1] + i_hv * outputs.s_a[2]
-                b_da_first = (b_da_first * unit).to(outputs.a.dtype.element_ty)
-                tl.store(p_first + o_k.to(tl.int64) * outputs.s_a[3], b_da_first, mask=(o_k < K) & (n_rows > 0))
         else:
             b_c = erased_columns(tokens, at, heads, norms, i_k * BK, opaque_zero, RULE, SIZES, BK, NEAR)
             b_dq, b_da, b_dc, b_dg = channel_bwd(
@@ -332,6 +329,13 @@ def wyfold_low_rank_gradients_triton(
                 store_token_sub_chunks(outputs.b, outputs.s_b, at, i_hv, i_k * BK, b_db_tokens, opaque_zero, K)
             if outputs.k is not None:
                 store_token_sub_chunks(outputs.k, outputs.s_k, at, i_hv, i_k * BK, b_dk, opaque_zero, K)
+        if BEFORE and outputs.a is not None:
+            # The chunk's first token, whose row is none of the early ones.
+            o_k = i_k * BK + tl.arange(0, BK)
+            p_first = outputs.a + b * outputs.s_a[0] + t * outputs.s_a[1] + i_hv * outputs.s_a[2]
+            b_da_first = b_da_first * (unit if TWO else -unit)  # of the row itself, or of the key it is minus
+            b_da_first = b_da_first.to(outputs.a.dtype.element_ty)
+            tl.store(p_first + o_k.to(tl.int64) * outputs.s_a[3], b_da_first, mask=(o_k < K) & (n_rows > 0))
         if outputs.q is not None:
             store_token_sub_chunks(outputs.q, outputs.s_q, at, i_hv, i_k * BK, b_dq, opaque_zero, K)
         if outputs.a is not None:
@@ -358,7 +362,7 @@ def _pair_gradients(
     BT: tl.constexpr = SIZES.BT
     BV: tl.constexpr = SIZES.BV
     BEFORE: tl.constexpr = FLAGS.RULE != "keys"
-    COLUMNS: tl.constexpr = 2 if FLAGS.RULE != "keys" else 1
+    COLUMNS: tl.constexpr = 2 if FLAGS.RULE == "given" else 1
     OP: tl.constexpr = FLAGS.OP
     PRECISION: tl.constexpr = FLAGS.PRECISION
     i_tile = memory.i_tile

@@ -22,6 +22,7 @@ from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import LaunchKey, dtype_word, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
+from wyfold.tile.columns.eager import ONE_COLUMN
 from wyfold.tile.columns.triton import (
     RowFactors,
     RowHeads,
@@ -151,7 +152,7 @@ def call_arguments(
 
 def empty(q: Tensor, rule: str, tiles: int, chunk_size: int, *, backward: bool) -> LowRankPrepared:
     """Allocate the factors of `tiles` tiles without writing them; sizes depend on metadata alone."""
-    C, K, stored, two = chunk_size, q.shape[-1], workspace(q.dtype), rule != "keys"
+    C, K, stored, two = chunk_size, q.shape[-1], workspace(q.dtype), rule not in ONE_COLUMN
     rows, upper = (tiles, C, K), (tiles, 3, C // 2, C // 2)
     return LowRankPrepared(
         rows=q.new_empty(rows, dtype=stored),
@@ -242,6 +243,7 @@ def wyfold_low_rank_prepare_triton(
     PACKED: tl.constexpr = FLAGS.PACKED
     RULE: tl.constexpr = FLAGS.RULE
     BEFORE: tl.constexpr = FLAGS.RULE != "keys"
+    TWO: tl.constexpr = FLAGS.RULE == "given"
     ACTIVATION: tl.constexpr = FLAGS.ACTIVATION
     OP: tl.constexpr = FLAGS.OP
     PRECISION: tl.constexpr = FLAGS.PRECISION
@@ -275,7 +277,7 @@ def wyfold_low_rank_prepare_triton(
         )
         b_between = sums_between(b_first, b_rest, NB)
         b_AbT, b_PbT, b_qf, b_af = add_channel_grams(b_AbT, b_PbT, b_q, b_a, b_c, b_P, b_rest, b_between, OP, PRECISION)
-        if BEFORE:
+        if TWO:
             b_c = load_rows(tokens.k, tokens.s_k, at, heads.k, column, opaque_zero, K, BT, BK, 16)
             b_AkT, b_PkT, b_qf, b_af = add_channel_grams(
                 b_AkT, b_PkT, b_q, b_a, b_c, b_P, b_rest, b_between, OP, PRECISION
@@ -307,7 +309,7 @@ def wyfold_low_rank_prepare_triton(
     if backward:
         store_upper(factors.A, i_tile, b_AT, BT)
     b_AkT2 = b_FT
-    if BEFORE:
+    if TWO:
         b_AkT2 = _erasing_gram(b_AkT, b_ak, BEFORE)
         store_upper(factors.P, i_tile, mm_exact(b_AkT2, b_FT, _query_gram(b_PkT, b_qk), EXACT), BT)
         if backward:
@@ -321,7 +323,7 @@ def wyfold_low_rank_prepare_triton(
         b_c = erased_columns(tokens, at, heads, norms, column, opaque_zero, RULE, SIZES, BE, 16)
         b_E = mm_exact(b_AT, (b_c * b_out).reshape(BT, BE), None, EXACT)
         store_tile(factors.E, i_tile, 0, column, b_E, BT, K, BT, BE)
-        if BEFORE:
+        if TWO:
             b_c = load_rows(tokens.k, tokens.s_k, at, heads.k, column, opaque_zero, K, BT, BE, 16)
             b_K = mm_exact(b_AkT2, b_E, (b_c * b_out).reshape(BT, BE), EXACT)
             store_tile(factors.K, i_tile, 0, column, b_K, BT, K, BT, BE)
@@ -358,7 +360,7 @@ def _reciprocal_norms(p, s, at, h, SIZES: tl.constexpr):
 def _diagonals(tokens, at, early, heads, norms, SIZES: tl.constexpr, RULE: tl.constexpr):
     """Products of rows with columns of the same row: q b, q k, a b and a k, the last two for rows a token early.
 
-    4 x [BT]; with "keys" only the first is needed, and the others are zeros.
+    4 x [BT]. Without a second column the products with k are zeros, and with "keys" a b too, which it does not need.
     """
     BT: tl.constexpr = SIZES.BT
     b_qb, b_qk = tl.zeros((BT,), tl.float32), tl.zeros((BT,), tl.float32)
@@ -369,10 +371,11 @@ def _diagonals(tokens, at, early, heads, norms, SIZES: tl.constexpr, RULE: tl.co
         b_qb += tl.sum(tl.sum(b_q * b_b, axis=2), axis=0)
         if RULE != "keys":
             b_a = erasing_rows(tokens, early, heads, norms.a, column, 0, RULE, SIZES, 64, 0)
-            b_k = load_rows(tokens.k, tokens.s_k, at, heads.k, column, 0, SIZES.K, BT, 64, 0)
-            b_qk += tl.sum(tl.sum(b_q * b_k, axis=2), axis=0)
             b_ab += tl.sum(tl.sum(b_a * b_b, axis=2), axis=0)
-            b_ak += tl.sum(tl.sum(b_a * b_k, axis=2), axis=0)
+            if RULE == "given":
+                b_k = load_rows(tokens.k, tokens.s_k, at, heads.k, column, 0, SIZES.K, BT, 64, 0)
+                b_qk += tl.sum(tl.sum(b_q * b_k, axis=2), axis=0)
+                b_ak += tl.sum(tl.sum(b_a * b_k, axis=2), axis=0)
     return b_qb, b_qk, b_ab, b_ak
 
 

@@ -258,7 +258,7 @@ def _activate_token(raw, tokens, values, FLAGS: tl.constexpr):
         b_q, b_k, b_a = normalised(b_q), normalised(b_k), normalised(b_a)
     if values.w is not None:
         b_v = b_v * raw.w
-    if FLAGS.RULE == "keys":
+    if FLAGS.RULE == "keys" or FLAGS.RULE == "feedback":
         if tokens.b is not None:
             b_a = b_a * b_b
         b_k = b_k * raw.beta

@@ -8,7 +8,8 @@
 |---|---|---|---|---|---|
 | "given" (DPLR, IPLR) | a | b | k | v | before |
 | "rates" (RWKV-7) | -a | a * b | k | v | before |
-| "keys" (GDN-2, Comba) | -(b * p), p = a, or k without a | beta k | beta k | w * v | after |
+| "keys" (GDN-2) | -(b * k) | k | k | w * v | after |
+| "feedback" (Comba) | -a | beta k | beta k | v | before |
 
 A row that reads before its token's decay is a row of the token before: `early` moves it there, `late` back. Its gram
 with a column is then a query gram, and no exponent is positive.
@@ -58,6 +59,10 @@ class Columns(NamedTuple):
     v: Tensor
 
 
+ONE_COLUMN = frozenset({"keys", "feedback"})
+"""Rules that erase along what they write."""
+
+
 def reads_before(rule: str) -> bool:
     """Whether the erasing row reads the state before the token's decay."""
     return rule != "keys"
@@ -66,9 +71,11 @@ def reads_before(rule: str) -> bool:
 def columns(rule: str, tokens: RuleTokens) -> Columns:
     """Make the rows and columns of a rule."""
     k, v, a, b, w, beta = tokens
-    if rule == "keys" or a is None or b is None:
+    if rule == "keys" or a is None:
+        return Columns(_times(k, b).neg(), k, k, _times(v, w))
+    if rule == "feedback" or b is None:
         written = _times(k, beta)
-        return Columns(_times(k if a is None else a, b).neg(), written, written, _times(v, w))
+        return Columns(a.neg(), written, written, v)
     return Columns(a, b, k, v) if rule == "given" else Columns(a.neg(), a * b, k, v)
 
 
@@ -80,14 +87,12 @@ def columns_bwd(rule: str, tokens: RuleTokens, found: Columns) -> RuleTokens:
         return RuleTokens(dk, dv, da, db, None, None)
     if rule == "rates" and a is not None and b is not None:
         return RuleTokens(dk, dv, b * db - da, a * db, None, None)
-    dread = _times(da, b).neg()
-    derase = None if b is None else (da * (k if a is None else a)).neg()
-    dw = None if w is None else dv * v
-    dbeta = None if beta is None else (dk * k).sum(-1, keepdim=True)
-    dk = _times(dk, beta)
-    if a is None:
-        return RuleTokens(dk + dread, _times(dv, w), None, derase, dw, dbeta)
-    return RuleTokens(dk, _times(dv, w), dread, derase, dw, dbeta)
+    if rule == "feedback":
+        dbeta = None if beta is None else (dk * k).sum(-1, keepdim=True)
+        return RuleTokens(_times(dk, beta), dv, da.neg(), None, None, dbeta)
+    dread = da.neg()
+    derase, dw = None if b is None else dread * k, None if w is None else dv * v
+    return RuleTokens(dk + _times(dread, b), _times(dv, w), None, derase, dw, None)
 
 
 def early(x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Rows and columns of a diagonal-plus-low-rank transition in Triton, as `eager.columns` makes them.
 
-RULE is "given" or "keys". No chunked operator has the rule "rates".
+RULE is "given", "keys" or "feedback". No chunked operator has the rule "rates".
 
 A row that reads before its token's decay is a row of the token before: kernels load it one token early (`early_rows`),
 and everything that they then do with it is what they do with a query.
@@ -147,10 +147,10 @@ def erased_columns(
     BK: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """Load the columns b that a rule erases along, in the shape of `load_rows`; with "keys" they are also written."""
+    """Load the columns b that a rule erases along, in the shape of `load_rows`; "given" writes along others."""
     K: tl.constexpr = SIZES.K
     BT: tl.constexpr = SIZES.BT
-    if RULE == "keys":
+    if RULE != "given":
         b_x = load_rows(rows.k, rows.s_k, at, heads.k, column, opaque_zero, K, BT, BK, BR)
         return b_x * (factors.k * factors.beta).reshape(b_x.shape[0], b_x.shape[1], 1)
     else:
