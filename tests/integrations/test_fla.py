@@ -52,6 +52,7 @@ ORDER = {
     "fused_kda_gate": "g A_log dt_bias lower_bound output_dtype",
     "ShortConvolution": "hidden_size kernel_size bias activation backend device dtype",
     "ShortConvolution.forward": "self x residual mask cache output_final_state cu_seqlens chunk_indices",
+    "ShortConvolution.step": "self x residual cache output_final_state cu_seqlens",
     "FusedRMSNormGated": "hidden_size elementwise_affine eps activation device dtype",
     "FusedRMSNormGated.forward": "self x g residual prenorm residual_in_fp32",
     "L2Norm": "eps output_dtype",
@@ -338,6 +339,13 @@ def test_the_convolution_continues_from_its_cache():
         steps = [conv(x[:, t : t + 1], cache=cache, output_final_state=True) for t in range(9, T)]
     assert torch.equal(torch.cat([first, *(y for y, _ in steps)], 1), whole)
     assert all(latest is cache for _, latest in steps), "a step writes the cache in place"
+    with torch.no_grad():
+        y, latest = conv.step(x[:, :1], x[:, :1], cache.clone(), output_final_state=True)
+        same_y, same = conv(x[:, :1], x[:, :1], cache=cache.clone(), output_final_state=True)
+        assert torch.equal(y, same_y) and latest is not None and torch.equal(latest, same)
+        assert torch.equal(conv.step(x[:, :1], None, None)[0], whole[:, :1])
+    with pytest.raises(ValueError, match=r"step: x must have one token of each sequence, got \[2, 2, 6\]"):
+        conv.step(x[:, :2], None, cache)
     before = cache.clone()
     conv(x[:, :1], cache=cache, output_final_state=True)
     conv(x[:, :2], cache=cache)

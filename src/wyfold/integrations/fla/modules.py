@@ -108,6 +108,23 @@ class ShortConvolution(nn.Conv1d):
             latest = cache.copy_(latest)
         return y, latest if output_final_state else None
 
+    def step(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cache: Tensor | None,
+        output_final_state: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> Result:
+        """`forward` of one token of each sequence. Without a cache, the tokens before it are zeros.
+
+        Raises:
+            ValueError: As `forward`, or a sequence has not one token.
+        """
+        if not self._one_token_each(x, cu_seqlens):
+            raise ValueError(f"ShortConvolution.step: x must have one token of each sequence, got {list(x.shape)}")
+        return self.forward(x, residual, cache=cache, output_final_state=output_final_state, cu_seqlens=cu_seqlens)
+
     @staticmethod
     def _one_token_each(x: Tensor, cu_seqlens: Tensor | None) -> bool:
         """Whether every sequence has one token; boundaries are read only if their number allows it."""
