@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wyfold.kernels.records import LowRankPrepared
+from wyfold.kernels.scan.triton import States
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
@@ -95,26 +96,6 @@ class Output(NamedTuple):
 
     o: Any
     s_o: Any
-    end: None = None
-
-
-class States(NamedTuple):
-    """Kernel argument: states [.., HV, K, V], each with its strides; None where the call has none.
-
-    Attributes:
-        S0, s_S0: Initial states.
-        ST, s_ST: Final states, written.
-        kept, s_kept: States after every `every` chunks, written.
-        first_kept: [N] first row in `kept` of each sequence.
-    """
-
-    S0: Any
-    s_S0: Any
-    ST: Any
-    s_ST: Any
-    kept: Any
-    s_kept: Any
-    first_kept: Any
     end: None = None
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from wyfold.kernels.low_rank_scan.triton import Flags, Sizes
 from wyfold.kernels.records import LowRankPrepared, TokenBorders
+from wyfold.kernels.scan_bwd.triton import States
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
@@ -120,24 +121,6 @@ class Gradients(NamedTuple):
     s_dv: Any
     dw: Any
     s_dw: Any
-    end: None = None
-
-
-class States(NamedTuple):
-    """Kernel argument: states [N, HV, K, V] of the call, each with its strides; None where it has none.
-
-    Attributes:
-        S0, s_S0: Initial states.
-        dST, s_dST: Gradients of the final states.
-        dS0, s_dS0: Gradients of the initial states, written.
-    """
-
-    S0: Any
-    s_S0: Any
-    dST: Any
-    s_dST: Any
-    dS0: Any
-    s_dS0: Any
     end: None = None
 
 

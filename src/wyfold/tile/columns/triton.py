@@ -159,7 +159,7 @@ def erased_columns(
 
 @triton.jit
 def keys_bwd(rows, at, heads, factors, column, opaque_zero, b_da, b_dc, SIZES: tl.constexpr, BR: tl.constexpr):
-    """Adjoint of the rule "keys", `eager.columns_bwd`, for some channels.
+    """Adjoint of the rules "keys" and "feedback", `eager.columns_bwd`, for some channels.
 
     Args:
         b_da, b_dc: [BT / BR, BR, BK] gradients of the erasing rows and of the columns.
