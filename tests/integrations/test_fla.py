@@ -346,6 +346,9 @@ def test_the_convolution_continues_from_its_cache():
         assert torch.equal(conv.step(x[:, :1], None, None)[0], whole[:, :1])
     with pytest.raises(ValueError, match=r"step: x must have one token of each sequence, got \[2, 2, 6\]"):
         conv.step(x[:, :2], None, cache)
+    for call in (lambda: conv.step("x", None, cache), lambda: conv("x", cache=cache)):  # type: ignore[arg-type]
+        with torch.no_grad(), pytest.raises(TypeError, match=r"ShortConvolution: x must be a torch\.Tensor, got str"):
+            call()
     before = cache.clone()
     conv(x[:, :1], cache=cache, output_final_state=True)
     conv(x[:, :2], cache=cache)

@@ -128,6 +128,7 @@ class ShortConvolution(nn.Conv1d):
     @staticmethod
     def _one_token_each(x: Tensor, cu_seqlens: Tensor | None) -> bool:
         """Whether every sequence has one token; boundaries are read only if their number allows it."""
+        check.shapes("ShortConvolution", x=(x, "B T D"))
         B, T = x.shape[:2]
         if cu_seqlens is None:
             return T == 1
