@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from wyfold.context_parallel import delta_segment_launches
 from wyfold.cp import build_cp_context
-from wyfold.runtime import kernel_launch, recording, replay_cache, segment_rule, side_stream
+from wyfold.runtime import recorded_launch, recording, replay_cache, segment_rule, side_stream
 from wyfold.runtime.recording import Operation
 from wyfold.runtime.replay_cache import Recording
 
@@ -124,7 +124,7 @@ def test_an_interrupted_replay_waits(rank: int, launches: list[tuple], monkeypat
     for _ in range(3):
         call(**given)
     gathered: list[bool] = []
-    operate, launch = Operation.replay, kernel_launch.RecordedLaunch.replay
+    operate, launch = Operation.replay, recorded_launch.RecordedLaunch.replay
 
     def operated(step: Operation, *where: Any) -> None:
         operate(step, *where)
@@ -136,7 +136,7 @@ def test_an_interrupted_replay_waits(rank: int, launches: list[tuple], monkeypat
         launch(step, *where)
 
     monkeypatch.setattr(Operation, "replay", operated)
-    monkeypatch.setattr(kernel_launch.RecordedLaunch, "replay", failing)
+    monkeypatch.setattr(recorded_launch.RecordedLaunch, "replay", failing)
     waiting = torch._C._distributed_c10d._get_work_registry_size
     before = waiting()
     with pytest.raises(RuntimeError, match="broken off"):

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import wyfold
 from wyfold import SequenceLayout, serving
-from wyfold.runtime import check, kernel_configs, kernel_launch, recorder, replay_cache
+from wyfold.runtime import check, kernel_configs, kernel_launch, recorded_launch, recorder, replay_cache
 from wyfold.runtime.recording import _FAST_EMPTY, Allocate, Operation
 from wyfold.runtime.replay_cache import PublicOperator, Recording, planned
 
@@ -909,7 +909,7 @@ def test_descriptors_are_encoded_once_for_an_address(lines: list[tuple[Any, ...]
     assert isinstance(recording, Recording)
     steps = [
         step._replace(encoders=tuple([encode] * len(step.descriptors)))
-        if isinstance(step, kernel_launch.RecordedLaunch)
+        if isinstance(step, recorded_launch.RecordedLaunch)
         else step
         for step in recording.steps
     ]
@@ -918,7 +918,7 @@ def test_descriptors_are_encoded_once_for_an_address(lines: list[tuple[Any, ...]
         for n, (call, given) in enumerate(layers * 3):
             lines.clear()
             encode.reset_mock()
-            with mock.patch.object(kernel_launch, "ENCODINGS", most), torch.no_grad():
+            with mock.patch.object(recorded_launch, "ENCODINGS", most), torch.no_grad():
                 call(**given)
             addresses = {given[name].data_ptr() for name in "qkv"}
             assert addresses <= {x[1] for line in lines for x in line if isinstance(x, tuple) and x[:1] == ("box",)}

@@ -10,8 +10,9 @@ from torch import Tensor
 from wyfold.kernels import table
 from wyfold.kernels.conv import ConvGradients
 from wyfold.runtime import check
+from wyfold.runtime.differentiation import once_differentiable
 from wyfold.runtime.layout import legal_boundaries
-from wyfold.runtime.torch_ops import call, once_differentiable, register
+from wyfold.runtime.torch_ops import call, register
 from wyfold.tile.rows.eager import widest
 
 _NAME = "causal_conv1d"

@@ -35,8 +35,9 @@ from wyfold.autograd.delta_records import (
     gradient_needs,
 )
 from wyfold.runtime.chunk_layout import ChunkGrid
+from wyfold.runtime.differentiation import once_differentiable
 from wyfold.runtime.options import DELTA_SCHEMA, DeltaOptions
-from wyfold.runtime.torch_ops import call, once_differentiable, register
+from wyfold.runtime.torch_ops import call, register
 
 TENSORS_SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? initial_state, Tensor? A_log, Tensor? dt_bias, "

@@ -28,8 +28,9 @@ from wyfold.autograd.path_records import (
 from wyfold.kernels import table
 from wyfold.kernels.path_records import BLOCK_CHUNKS, CHUNK, PathCall, PathPast, PathTiles
 from wyfold.runtime.chunk_layout import ChunkTable, dense_table
+from wyfold.runtime.differentiation import once_differentiable
 from wyfold.runtime.layout import legal_boundaries
-from wyfold.runtime.torch_ops import call, once_differentiable, register
+from wyfold.runtime.torch_ops import call, register
 from wyfold.tile.index.eager import from_chunks, to_chunks
 from wyfold.tile.rows.eager import widest
 

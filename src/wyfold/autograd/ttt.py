@@ -26,7 +26,8 @@ from wyfold.autograd.ttt_records import (
     empty_result,
 )
 from wyfold.kernels.ttt import State, StateViews
-from wyfold.runtime.torch_ops import call, once_differentiable, register
+from wyfold.runtime.differentiation import once_differentiable
+from wyfold.runtime.torch_ops import call, register
 
 
 def run(tensors: TTTTensors, options: TTTOptions) -> tuple[TTTResult, list[Tensor]]:

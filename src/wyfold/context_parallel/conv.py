@@ -19,7 +19,8 @@ from wyfold.autograd.conv import DIFFERENTIABLE, TENSORS_SCHEMA, ConvTensors, ba
 from wyfold.context_parallel.collectives import AllGather
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.context_parallel.partition import Piece, chains_of_numbers
-from wyfold.runtime.torch_ops import call, once_differentiable, register
+from wyfold.runtime.differentiation import once_differentiable
+from wyfold.runtime.torch_ops import call, register
 from wyfold.tile.index.eager import wide
 
 

@@ -39,9 +39,9 @@ from wyfold.autograd.delta_records import (
 from wyfold.context_parallel import delta_by_operator, delta_by_segments
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.context_parallel.delta_rank import RankBackwardInputs, RankCall
+from wyfold.runtime.differentiation import apply, once_differentiable
 from wyfold.runtime.options import DeltaOptions
 from wyfold.runtime.segment_rule import WIDEST
-from wyfold.runtime.torch_ops import apply, once_differentiable
 
 
 def delta_across_ranks(tensors: DeltaTensors, options: DeltaOptions, context: ContextParallel) -> DeltaResult:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from wyfold.context_parallel.collectives import after
-from wyfold.runtime.torch_ops import once_differentiable
+from wyfold.runtime.differentiation import once_differentiable
 from wyfold.tile.index.eager import wide
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from wyfold.context_parallel.context import ContextParallel
 from wyfold.context_parallel.partition import Handover, Piece
 from wyfold.context_parallel.waves import Wave, waves
 from wyfold.kernels.ttt import State
-from wyfold.runtime.torch_ops import apply, once_differentiable
+from wyfold.runtime.differentiation import apply, once_differentiable
 from wyfold.tile.index.eager import wide
 
 TOKENS = ("q", "k", "v", "eta", "eta_col")

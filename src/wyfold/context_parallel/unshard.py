@@ -10,7 +10,7 @@ from torch import Tensor
 
 from wyfold.context_parallel.agreement import RankedCall
 from wyfold.runtime import check
-from wyfold.runtime.torch_ops import once_differentiable
+from wyfold.runtime.differentiation import once_differentiable
 
 if TYPE_CHECKING:
     from wyfold.context_parallel.context import ContextParallel

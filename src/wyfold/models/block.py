@@ -18,8 +18,8 @@ from torch.utils.checkpoint import (
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.layers.cache import LayerCache, LayerPool
 from wyfold.models.config import DecoderConfig
+from wyfold.runtime.differentiation import exporting
 from wyfold.runtime.layout import SequenceLayout
-from wyfold.runtime.torch_ops import exporting
 
 KEPT_RESULTS = frozenset(
     {"wyfold.delta_fwd", "wyfold.ttt_fwd", "wyfold.path_fwd"}

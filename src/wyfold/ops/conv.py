@@ -15,10 +15,10 @@ from wyfold.kernels import table
 from wyfold.kernels.trial import Trial, boundary_sample, sample
 from wyfold.ops.rank_agreement import check_shard, ranked_call
 from wyfold.runtime import check
+from wyfold.runtime.differentiation import apply
 from wyfold.runtime.kernel_configs import LaunchKey
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, packed_boundaries
 from wyfold.runtime.replay_cache import PublicOperator, find_call, planned
-from wyfold.runtime.torch_ops import apply
 
 _NAME = "causal_conv1d"
 

@@ -14,10 +14,11 @@ from wyfold.ops.delta_checks import DeltaFlags, cast_columns, check_copy
 from wyfold.ops.delta_plan import known_short, make_plan
 from wyfold.ops.delta_widths import Widths, fitted, restored
 from wyfold.ops.rank_agreement import ranked_call
+from wyfold.runtime.differentiation import apply
 from wyfold.runtime.layout import SequenceLayout, boundaries_of
 from wyfold.runtime.options import DeltaOptions
 from wyfold.runtime.replay_cache import PublicOperator, find_call
-from wyfold.runtime.torch_ops import apply, in_autocast_dtype
+from wyfold.runtime.torch_ops import in_autocast_dtype
 
 Results = tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]
 

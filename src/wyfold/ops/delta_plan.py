@@ -23,12 +23,13 @@ from wyfold.ops.delta_checks import CheckedDelta, DeltaFlags, cast_columns, chec
 from wyfold.ops.delta_widths import fitted
 from wyfold.runtime import check, kernel_configs, segment_rule, triton_support
 from wyfold.runtime.chunk_layout import CHUNK_SIZES, CUT_FROM, Cut, expected_segments, max_borders
+from wyfold.runtime.differentiation import traced
 from wyfold.runtime.kernel_configs import LaunchKey
 from wyfold.runtime.layout import SequenceLayout, boundaries
 from wyfold.runtime.options import DeltaOptions, gradient_unit
 from wyfold.runtime.plan import explaining
 from wyfold.runtime.torch_modes import autocast_dtype
-from wyfold.runtime.torch_ops import constant_to_compilers, in_autocast_dtype, traced
+from wyfold.runtime.torch_ops import constant_to_compilers, in_autocast_dtype
 
 
 def make_plan(t: DeltaTensors, flags: DeltaFlags, context: ContextParallel | None = None) -> DeltaOptions:

@@ -12,10 +12,11 @@ from wyfold.kernels import table
 from wyfold.kernels.gate import GateGradients
 from wyfold.kernels.trial import Trial, sample
 from wyfold.runtime import check
+from wyfold.runtime.differentiation import apply, once_differentiable
 from wyfold.runtime.kernel_configs import LaunchKey
 from wyfold.runtime.plan import Plan
 from wyfold.runtime.replay_cache import PublicOperator, planned
-from wyfold.runtime.torch_ops import apply, call, once_differentiable, register
+from wyfold.runtime.torch_ops import call, register
 from wyfold.tile.rows.eager import widest
 
 

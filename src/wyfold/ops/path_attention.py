@@ -13,11 +13,12 @@ from wyfold.kernels import table
 from wyfold.kernels.path_records import CHUNK
 from wyfold.kernels.trial import Sample, Trial, boundary_sample, sample
 from wyfold.runtime import check
+from wyfold.runtime.differentiation import apply
 from wyfold.runtime.kernel_configs import LaunchKey, dtype_word
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, packed_boundaries
 from wyfold.runtime.plan import Plan
 from wyfold.runtime.replay_cache import PublicOperator, planned
-from wyfold.runtime.torch_ops import apply, in_autocast_dtype
+from wyfold.runtime.torch_ops import in_autocast_dtype
 
 WIDEST = 128
 

@@ -22,10 +22,11 @@ from wyfold.ops.delta_plan import (
 )
 from wyfold.runtime import check, segment_rule
 from wyfold.runtime.chunk_layout import Cut, expected_segments
+from wyfold.runtime.differentiation import refuse_transforms
 from wyfold.runtime.kernel_configs import LaunchKey
 from wyfold.runtime.options import DeltaOptions
 from wyfold.runtime.replay_cache import PublicOperator
-from wyfold.runtime.torch_ops import call, in_autocast_dtype, refuse_transforms
+from wyfold.runtime.torch_ops import call, in_autocast_dtype
 
 INDICES = (torch.int32, torch.int64)
 

@@ -12,10 +12,11 @@ from wyfold.kernels import table
 from wyfold.kernels.trial import TOKENS, Sample, Trial, boundary_sample, sample
 from wyfold.ops.serving_call import slot_samples
 from wyfold.runtime import check
+from wyfold.runtime.differentiation import refuse_transforms
 from wyfold.runtime.kernel_configs import LaunchKey
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, packed_boundaries
 from wyfold.runtime.replay_cache import PublicOperator, planned
-from wyfold.runtime.torch_ops import call, refuse_transforms
+from wyfold.runtime.torch_ops import call
 
 INDICES = (torch.int32, torch.int64)
 

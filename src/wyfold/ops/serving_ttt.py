@@ -14,8 +14,9 @@ from wyfold.ops.serving_call import slot_samples, swap_batch_time
 from wyfold.ops.ttt_call import LEAST_IN_TRIAL, check_form, check_tokens, column, split_numbers, wide_sample
 from wyfold.ops.ttt_linear import TTTState
 from wyfold.runtime import check
+from wyfold.runtime.differentiation import refuse_transforms
 from wyfold.runtime.replay_cache import PublicOperator, planned
-from wyfold.runtime.torch_ops import call, in_autocast_dtype, refuse_transforms
+from wyfold.runtime.torch_ops import call, in_autocast_dtype
 
 INDICES = (torch.int32, torch.int64)
 

@@ -16,11 +16,12 @@ from wyfold.kernels.trial import Trial, boundary_sample, sample
 from wyfold.ops.delta_widths import WIDEST_KEY
 from wyfold.runtime import check
 from wyfold.runtime.chunk_layout import CHUNK_SIZES, ChunkGrid
+from wyfold.runtime.differentiation import refuse_transforms
 from wyfold.runtime.kernel_configs import LaunchKey
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, legal_boundaries, packed_boundaries
 from wyfold.runtime.plan import Plan, explaining
 from wyfold.runtime.replay_cache import PublicOperator, planned
-from wyfold.runtime.torch_ops import call, refuse_transforms, register
+from wyfold.runtime.torch_ops import call, register
 from wyfold.tile.rows.eager import widest
 
 

@@ -20,11 +20,12 @@ from wyfold.kernels.trial import STATES, Sample, Trial, boundary_sample, sample
 from wyfold.ops.rank_agreement import check_shard, ranked_call
 from wyfold.runtime import check
 from wyfold.runtime.chunk_layout import CHUNK_SIZES
+from wyfold.runtime.differentiation import apply, traced
 from wyfold.runtime.kernel_configs import LaunchKey, dtype_word
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, packed_boundaries
 from wyfold.runtime.plan import Plan, explaining
 from wyfold.runtime.replay_cache import PublicOperator
-from wyfold.runtime.torch_ops import apply, in_autocast_dtype, traced
+from wyfold.runtime.torch_ops import in_autocast_dtype
 
 WIDEST = 128
 LEAST_IN_TRIAL = 8

@@ -16,39 +16,18 @@ kernels look different, for arguments of other types, and with launch hooks (pro
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-
-class CompiledLaunch(NamedTuple):
-    """A compiled kernel on one device, in the form in which it is launched.
-
-    Attributes:
-        run: Triton's launcher.
-        function: The driver's handle of the kernel.
-        metadata: Packed, as the launcher takes it.
-        constants: Values of the kernel's constexprs. The launcher takes them and does not read them.
-        expanders: Index among the arguments of each tensor descriptor, last one first, and what expands it into the
-            launcher's arguments. Empty if `run` expands descriptors itself.
-        owner: Triton's object of the compiled kernel. From Triton 3.8 its end unloads the kernel from the device.
-    """
-
-    run: Callable[..., None]
-    function: Any
-    metadata: Any
-    constants: tuple[Any, ...]
-    expanders: tuple[tuple[int, _DescriptorExpander], ...]
-    owner: Any
-
+from wyfold.runtime.compiled_launch import CompiledLaunch, compiled_launch
+from wyfold.runtime.recorded_launch import recorded_launch
 
 _launches: dict[tuple[Any, ...], CompiledLaunch] = {}
 """Kernel, device, specialization of the arguments, constexprs and options -> the launch."""
@@ -101,7 +80,7 @@ def launch_kernel(kernel: Any, programs: int, /, *arguments: Any, **named: Any) 
             observer(None, kernel, new=key in _launches)
         return
     if observer is not None:
-        recorded = _recorded_launch(launch, programs, arguments)
+        recorded = recorded_launch(launch, programs, arguments)
         observer(None if recorded is None else map_step(recorded), kernel, new=False)
     run, function, metadata, constants, expanders, _ = launch
     for place, expand in expanders:
@@ -127,7 +106,7 @@ def _launch_and_keep(
     compiled = kernel[(programs,)](*arguments, **fixed)
     if all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
         constants = tuple([fixed[name] for name in kernel.arg_names[len(arguments) :]])
-        _launches[key] = _compiled_launch(compiled, arguments, constants)
+        _launches[key] = compiled_launch(compiled, arguments, constants)
 
 
 def enter_context(arguments: Sequence[Any], named: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -244,124 +223,6 @@ def has_launch_hooks(*kernels: Any) -> bool:
 # --- recording and dry runs
 
 
-ENCODINGS = 256
-"""Most encodings that are kept of a descriptor of a recorded launch."""
-
-
-class PointerSlot(NamedTuple):
-    """An argument of a launch, or a field of a record, that is computed from an address.
-
-    Attributes:
-        slot: Index in `RecordedLaunch.arguments`.
-        tensor: The tensor; after `RecordedLaunch.rebind`, its number.
-        offset: Bytes behind the tensor's first element.
-    """
-
-    slot: int
-    tensor: Any
-    offset: int
-
-
-class RecordSlot(NamedTuple):
-    """A record among the arguments of a launch, with tensors among its fields.
-
-    Attributes:
-        slot: Index in `RecordedLaunch.arguments`.
-        begin, end: Where its fields are there.
-    """
-
-    slot: int
-    begin: int
-    end: int
-
-
-class RecordedLaunch(NamedTuple):
-    """A launch as a step of a recording.
-
-    Attributes:
-        launch, programs: The kernel, and the size of the grid.
-        arguments: Of the launcher, then the fields of its records. Entries at the slots below are placeholders.
-        own: Number of the launcher's arguments.
-        pointers: Slots of tensors.
-        records: Slots of records that have tensors.
-        descriptors: Slots of tensor descriptors.
-        encoders: For each descriptor, the function that encodes it for an address.
-        encoded: For each descriptor, its encodings by address. Layers of a model replay one launch on other addresses,
-            which repeat from step to step.
-    """
-
-    launch: CompiledLaunch
-    programs: int
-    arguments: list[Any]
-    own: int
-    pointers: tuple[PointerSlot, ...]
-    records: tuple[RecordSlot, ...]
-    descriptors: tuple[PointerSlot, ...]
-    encoders: tuple[Callable[[int], Any], ...]
-    encoded: tuple[dict[int, Any], ...]
-
-    def rebind(self, to: Callable[[Any, int], tuple[Any, int]]) -> RecordedLaunch:
-        """The same launch with its slots renumbered; see `recording.Step`."""
-
-        def numbered(slots: Sequence[PointerSlot]) -> tuple[PointerSlot, ...]:
-            return tuple([PointerSlot(slot, *to(x, offset)) for slot, x, offset in slots])
-
-        return self._replace(pointers=numbered(self.pointers), descriptors=numbered(self.descriptors))
-
-    def replay(self, stream: Any, tensors: Sequence[Any], addresses: Sequence[int]) -> None:
-        """Launch on numbered tensors at these addresses. The tensors themselves are not read."""
-        launch, programs, arguments, own, pointers, records, descriptors, encoders, encoded = self
-        arguments = arguments.copy()
-        for slot, number, offset in pointers:
-            arguments[slot] = addresses[number] + offset
-        for slot, begin, end in records:
-            arguments[slot] = tuple(arguments[begin:end])
-        for (slot, number, offset), encode, known in zip(descriptors, encoders, encoded):
-            address = addresses[number] + offset
-            encoding = known.get(address)
-            if encoding is None:
-                if len(known) >= ENCODINGS:
-                    known.clear()
-                known[address] = encoding = encode(address)
-            arguments[slot] = encoding
-        run, function, metadata, *_ = launch
-        run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments[:own])
-
-
-def _recorded_launch(launch: CompiledLaunch, programs: int, arguments: tuple[Any, ...]) -> RecordedLaunch | None:
-    """A launch in the form that can be replayed; None if Triton has to expand its descriptors."""
-    expanders = dict(launch.expanders)
-    flat: list[Any] = []
-    pointers, descriptors, encoders = [], [], []
-    records: list[tuple[int, tuple[Any, ...]]] = []
-    for place, x in enumerate(arguments):
-        if isinstance(x, Tensor):
-            pointers.append(PointerSlot(len(flat), x, 0))
-            flat.append(0)
-        elif isinstance(x, tuple) and any(isinstance(field, Tensor) for field in x):
-            records.append((len(flat), x))
-            flat.append(None)
-        elif hasattr(x, "block_shape"):
-            encode = expanders[place].encoder(x) if place in expanders else None
-            if encode is None:
-                return None
-            descriptors.append(PointerSlot(len(flat), x.base, 0))
-            encoders.append(encode)
-            flat += (None, *x.shape, *x.strides)
-        else:
-            flat.append(x)
-    flat += launch.constants
-    own, slots = len(flat), []
-    for slot, fields in records:
-        slots.append(RecordSlot(slot, len(flat), len(flat) + len(fields)))
-        pointers += [PointerSlot(len(flat) + n, x, 0) for n, x in enumerate(fields) if isinstance(x, Tensor)]
-        flat += [0 if isinstance(x, Tensor) else x for x in fields]
-    encoded = tuple([dict[int, Any]() for _ in descriptors])
-    return RecordedLaunch(
-        launch, programs, flat, own, tuple(pointers), tuple(slots), tuple(descriptors), tuple(encoders), encoded
-    )
-
-
 @contextlib.contextmanager
 def observe_steps(observer: Callable[..., None]) -> Iterator[None]:
     """Report this thread's launches, and the steps passed to `emit_step`, to `observer(step, kernel, new=...)`.
@@ -410,85 +271,3 @@ def dry_run(collector: Callable[..., None]) -> Iterator[None]:
         yield
     finally:
         _thread.collector = None
-
-
-# --- Triton's launcher and tensor descriptors
-
-
-def _compiled_launch(compiled: Any, arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> CompiledLaunch:
-    """The `CompiledLaunch` of a kernel that Triton compiled for these arguments.
-
-    For a kernel with descriptors, Triton wraps its launcher in a function that searches all arguments for them. Their
-    places are known here, so the wrapped launcher is used, where it is found as in Triton 3.6 to 3.9.
-    """
-    run, places = compiled.run, [place for place, x in enumerate(arguments) if hasattr(x, "block_shape")]
-    closure = _closure_variables(getattr(run, "launch", None))
-    launcher = closure.get("launcher")
-    expand = _descriptor_function(sys.modules[type(run).__module__])
-    # Descriptors without a layout are passed as pointer, shape and strides.
-    layouts = closure.get("tensordesc_meta") or [None] * len(places)
-    expanders: list[tuple[int, _DescriptorExpander]] = []
-    if launcher is not None and expand is not None and len(layouts) == len(places):
-        run = copy.copy(run)
-        run.launch = launcher
-        expanders = [(place, _DescriptorExpander(expand, layout)) for place, layout in zip(places, layouts)]
-    return CompiledLaunch(run, compiled.function, compiled.packed_metadata, constants, tuple(expanders[::-1]), compiled)
-
-
-def _descriptor_function(module: Any) -> Callable[[Any, Any], list[Any]] | None:
-    """Function of a launcher's module from a descriptor and its layout to the launcher's arguments, or None.
-
-    From Triton 3.8 it also gets the launcher's other arguments, which the one for CUDA names `_` and does not read.
-    """
-    function = getattr(module, "make_tensordesc_arg", None)
-    if function is None:
-        return None
-    more = list(inspect.signature(function).parameters)[2:]
-    if not more:
-        return function
-    return functools.partial(function, _=None) if more == ["_"] else None
-
-
-class _DescriptorExpander:
-    """Expands descriptors of one layout into the launcher's arguments: the driver's encoding, shape and strides.
-
-    Triton's own function (`expand`) looks the layout's numbers up by name and finds the driver again at each call. It
-    is used where the layout's names are not those of Triton 3.6 to 3.9, and for descriptors with other options.
-    """
-
-    def __init__(self, expand: Callable[[Any, Any], list[Any]], layout: Any):
-        self.expand, self.layout = expand, layout
-        names = ("swizzle", "elem_size", "elem_type", "block_size")
-        elements = getattr(expand, "func", expand).__globals__.get("TMA_DTYPE_DEVICE_TO_HOST")
-        utils = getattr(sys.modules["triton"].runtime.driver.active, "utils", None)
-        encode = getattr(utils, "fill_tma_descriptor", None) or getattr(utils, "fill_tma_descriptor_tiled", None)
-        self.encode = None
-        if not (layout and elements and encode) or layout.get("fp4_padded", True):
-            return
-        if all(name in layout for name in names):
-            swizzle, size, element, block = (layout[name] for name in names)
-            self.encode, self.block = encode, (swizzle, size, elements[element], block)
-
-    def __call__(self, x: Any) -> list[Any]:
-        if self.encode is None or not _is_plain_descriptor(x):
-            return self.expand(x, self.layout)
-        shape, strides = x.shape, x.strides
-        return [self.encode(x.base.data_ptr(), *self.block, shape, strides, 0), *shape, *strides]
-
-    def encoder(self, x: Any) -> Callable[[int], Any] | None:
-        """A function from an address to the encoding of `x` there; None if only Triton can encode it."""
-        if self.encode is None or not _is_plain_descriptor(x):
-            return None
-        encode, block, shape, strides = self.encode, self.block, list(x.shape), list(x.strides)
-        return lambda address: encode(address, *block, shape, strides, 0)
-
-
-def _is_plain_descriptor(x: Any) -> bool:
-    """Whether a descriptor pads with zeros and does not round float32 to TF32."""
-    return x.padding == "zero" and not getattr(x, "round_f32_to_tf32", False)
-
-
-def _closure_variables(function: Any) -> dict[str, Any]:
-    """Variables of enclosing functions that a function uses, by name."""
-    cells = getattr(function, "__closure__", None) or ()
-    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells)} if cells else {}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wyfold.integrations.fla.pieces import causal_conv1d
 from wyfold.integrations.fla.recurrences import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-from wyfold.runtime.torch_ops import once_differentiable
+from wyfold.runtime.differentiation import once_differentiable
 
 
 class _Function(torch.autograd.Function):

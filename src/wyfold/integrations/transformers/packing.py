@@ -15,9 +15,9 @@ from torch import Tensor
 from wyfold.integrations.transformers.arguments import CACHES
 from wyfold.integrations.transformers.masks import packed_mask, padding
 from wyfold.runtime import check
+from wyfold.runtime.differentiation import exporting
 from wyfold.runtime.layout import boundaries as checked_boundaries
 from wyfold.runtime.layout import legal_boundaries
-from wyfold.runtime.torch_ops import exporting
 
 Call = dict[str, Any]
 

@@ -1,0 +1,127 @@
+"""A launch as a step of a recording: it launches again on other addresses without any lookup."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from wyfold.runtime.compiled_launch import CompiledLaunch
+
+ENCODINGS = 256
+"""Most encodings that are kept of a descriptor of a recorded launch."""
+
+
+def recorded_launch(launch: CompiledLaunch, programs: int, arguments: tuple[Any, ...]) -> RecordedLaunch | None:
+    """A launch in the form that can be replayed; None if Triton has to expand its descriptors."""
+    expanders = dict(launch.expanders)
+    flat: list[Any] = []
+    pointers, descriptors, encoders = [], [], []
+    records: list[tuple[int, tuple[Any, ...]]] = []
+    for place, x in enumerate(arguments):
+        if isinstance(x, Tensor):
+            pointers.append(PointerSlot(len(flat), x, 0))
+            flat.append(0)
+        elif isinstance(x, tuple) and any(isinstance(field, Tensor) for field in x):
+            records.append((len(flat), x))
+            flat.append(None)
+        elif hasattr(x, "block_shape"):
+            encode = expanders[place].encoder(x) if place in expanders else None
+            if encode is None:
+                return None
+            descriptors.append(PointerSlot(len(flat), x.base, 0))
+            encoders.append(encode)
+            flat += (None, *x.shape, *x.strides)
+        else:
+            flat.append(x)
+    flat += launch.constants
+    own, slots = len(flat), []
+    for slot, fields in records:
+        slots.append(RecordSlot(slot, len(flat), len(flat) + len(fields)))
+        pointers += [PointerSlot(len(flat) + n, x, 0) for n, x in enumerate(fields) if isinstance(x, Tensor)]
+        flat += [0 if isinstance(x, Tensor) else x for x in fields]
+    encoded = tuple([dict[int, Any]() for _ in descriptors])
+    return RecordedLaunch(
+        launch, programs, flat, own, tuple(pointers), tuple(slots), tuple(descriptors), tuple(encoders), encoded
+    )
+
+
+class RecordedLaunch(NamedTuple):
+    """A launch as a step of a recording.
+
+    Attributes:
+        launch, programs: The kernel, and the size of the grid.
+        arguments: Of the launcher, then the fields of its records. Entries at the slots below are placeholders.
+        own: Number of the launcher's arguments.
+        pointers: Slots of tensors.
+        records: Slots of records that have tensors.
+        descriptors: Slots of tensor descriptors.
+        encoders: For each descriptor, the function that encodes it for an address.
+        encoded: For each descriptor, its encodings by address. Layers of a model replay one launch on other addresses,
+            which repeat from step to step.
+    """
+
+    launch: CompiledLaunch
+    programs: int
+    arguments: list[Any]
+    own: int
+    pointers: tuple[PointerSlot, ...]
+    records: tuple[RecordSlot, ...]
+    descriptors: tuple[PointerSlot, ...]
+    encoders: tuple[Callable[[int], Any], ...]
+    encoded: tuple[dict[int, Any], ...]
+
+    def rebind(self, to: Callable[[Any, int], tuple[Any, int]]) -> RecordedLaunch:
+        """The same launch with its slots renumbered; see `recording.Step`."""
+
+        def numbered(slots: Sequence[PointerSlot]) -> tuple[PointerSlot, ...]:
+            return tuple([PointerSlot(slot, *to(x, offset)) for slot, x, offset in slots])
+
+        return self._replace(pointers=numbered(self.pointers), descriptors=numbered(self.descriptors))
+
+    def replay(self, stream: Any, tensors: Sequence[Any], addresses: Sequence[int]) -> None:
+        """Launch on numbered tensors at these addresses. The tensors themselves are not read."""
+        launch, programs, arguments, own, pointers, records, descriptors, encoders, encoded = self
+        arguments = arguments.copy()
+        for slot, number, offset in pointers:
+            arguments[slot] = addresses[number] + offset
+        for slot, begin, end in records:
+            arguments[slot] = tuple(arguments[begin:end])
+        for (slot, number, offset), encode, known in zip(descriptors, encoders, encoded):
+            address = addresses[number] + offset
+            encoding = known.get(address)
+            if encoding is None:
+                if len(known) >= ENCODINGS:
+                    known.clear()
+                known[address] = encoding = encode(address)
+            arguments[slot] = encoding
+        run, function, metadata, *_ = launch
+        run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments[:own])
+
+
+class PointerSlot(NamedTuple):
+    """An argument of a launch, or a field of a record, that is computed from an address.
+
+    Attributes:
+        slot: Index in `RecordedLaunch.arguments`.
+        tensor: The tensor; after `RecordedLaunch.rebind`, its number.
+        offset: Bytes behind the tensor's first element.
+    """
+
+    slot: int
+    tensor: Any
+    offset: int
+
+
+class RecordSlot(NamedTuple):
+    """A record among the arguments of a launch, with tensors among its fields.
+
+    Attributes:
+        slot: Index in `RecordedLaunch.arguments`.
+        begin, end: Where its fields are there.
+    """
+
+    slot: int
+    begin: int
+    end: int
