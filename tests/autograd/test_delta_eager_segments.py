@@ -4,6 +4,7 @@ tests/interpret/test_segments.py compares the kernels with this implementation.
 """
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -216,10 +217,11 @@ def test_the_rule_on_a_card(heads: int, V: int, T: int, segments_of_it: int):
             assert cut.segments(-(-T // chunk_size)) == segments_of_it
 
 
-@pytest.mark.parametrize("heads", [1, 3, 8, 12, 16])
-def test_segments_of_a_sequence_run_at_once_and_share_its_work(heads: int):
+@pytest.mark.parametrize("heads, batch", [(1, 1), (3, 1), (8, 1), (12, 1), (16, 1), (1, 3), (2, 8), (8, 2), (1, 16)])
+def test_segments_of_a_batch_run_at_once_and_share_its_work(heads: int, batch: int):
     """At most one program per multiprocessor, with a nearly even split of the sequence's chunks."""
-    cut = segment_rule.cut(heads, 128, 128, 64, H200)
+    cut = segment_rule.cut(heads, 128, 128, 64, H200, batch=batch)
+    heads *= batch
     for tokens in range(2 * segment_rule.SHORTEST, 1 << 20, 12345):
         chunks = -(-tokens // 64)
         count = cut.segments(chunks)
@@ -229,15 +231,45 @@ def test_segments_of_a_sequence_run_at_once_and_share_its_work(heads: int):
         assert longest == cut.chunks or (count + 1) * heads * 2 > H200 or longest * count < chunks + count
 
 
+MEASURED = json.loads(Path(__file__).with_name("segment_times.json").read_text(encoding="utf-8"))
+
+
+def test_no_measured_call_loses_to_whole_sequences():
+    """On an H200 the rule's segments take at most 1.02 times the time of whole sequences, in both directions.
+
+    The times are those of forced counts of segments: two families, mid and slow gates, B up to 16.
+    """
+    times: dict[tuple[object, ...], dict[int, list[float]]] = {}
+    for *call, segments, forward, both in MEASURED["rows"]:
+        times.setdefault(tuple(call), {})[segments] = [forward, both]
+    gained = 0
+    for (family, B, T, H, HV, gate), found in times.items():
+        count = segment_rule.cut(HV, 128, 128, 64, H200, batch=B).segments(T // 64)
+        gained += count > 1
+        for taken, whole in zip(found[count], found[1], strict=True):
+            assert taken <= 1.02 * whole, (family, B, T, H, HV, gate, count)
+    assert (gained, len(times)) == (66, 134)
+
+
+def test_a_full_batch_is_not_cut():
+    """Eight rows of eight heads fill the GPU. The rule of one row would cut them, and lose up to three quarters."""
+    assert segment_rule.cut(8, 128, 128, 64, H200).segments(4096 // 64) == 4
+    assert segment_rule.cut(8, 128, 128, 64, H200, batch=8).segments(4096 // 64) == 1
+    # Two rows leave space for four segments each.
+    assert segment_rule.cut(8, 128, 128, 64, H200, batch=2).segments(8192 // 64) == 4
+
+
 def test_the_docs_have_the_rules_numbers():
     text = (Path(__file__).resolve().parents[2] / "docs" / "segments.md").read_text(encoding="utf-8")
     assert f"`SHORTEST` = {segment_rule.SHORTEST} tokens" in text
     assert f"`SHORTEST / CUT_FROM` = {segment_rule.SHORTEST // CUT_FROM} tokens" in text
     assert f"`CUT_FROM` = {CUT_FROM} segments" in text
     assert f"`WIDEST` = {segment_rule.WIDEST}" in text
-    for T, heads in ((65536, 8), (65536, 2), (16384, 4), (8192, 8), (8192, 16), (4096, 8), (4032, 8), (65536, 32)):
-        count = segment_rule.cut(heads, 128, 128, 64, H200).segments(T // 64)
-        assert f"| {T:,} | {heads} | {count} |" in text
+    one_row = ((65536, 8), (65536, 2), (16384, 4), (8192, 8), (8192, 16), (4096, 8), (4032, 8), (65536, 32))
+    batches = ((2, (8192, 8)), (4, (4096, 4)), (8, (4096, 8)))
+    for B, (T, heads) in (*((1, one) for one in one_row), *batches):
+        count = segment_rule.cut(heads, 128, 128, 64, H200, batch=B).segments(T // 64)
+        assert f"| {B} | {T:,} | {heads} | {count} |" in text
 
 
 def test_a_cap_is_a_cap():

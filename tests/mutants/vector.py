@@ -684,6 +684,14 @@ RUNTIME = (
         "autograd/test_delta_eager_segments.py::test_the_rule_on_a_card",
     ),
     Mutant(
+        "rows of a batch do not share the GPU",
+        "runtime/segment_rule.py",
+        "cut",
+        "at_once * programs * batch > processors",
+        "at_once * programs > processors",
+        "autograd/test_delta_eager_segments.py::test_a_full_batch_is_not_cut",
+    ),
+    Mutant(
         "neighbours that share an element do not overlap",
         "runtime/check.py",
         "no_overlap",

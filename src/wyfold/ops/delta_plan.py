@@ -403,7 +403,7 @@ def call_cut(q: Tensor, v: Tensor, chunk_size: int, max_splits: int | None, *, p
     # Round T up to whole chunks: the rule counts chunks and must not depend on tokens within the last one.
     if -(-T // chunk_size) * chunk_size < segment_rule.SHORTEST and segment_rule.forcing() is None:
         return segment_rule.WHOLE
-    cut = segment_rule.cut(HV, q.shape[-1], V, chunk_size, _processors(q.device), max_splits)
+    cut = segment_rule.cut(HV, q.shape[-1], V, chunk_size, _processors(q.device), max_splits, batch=B)
     return cut if cut.chunks and max_borders(B, T, chunk_size, packed, cut) else segment_rule.WHOLE
 
 

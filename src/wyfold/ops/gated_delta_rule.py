@@ -85,14 +85,15 @@ def chunk_gated_delta_rule(
         return_intermediate_states: Also return the states after every `checkpoint_every` tokens of each sequence. They
             have no gradient.
         checkpoint_every: Tokens between returned states, a multiple of `chunk_size`. None: 64.
-        batch_invariant: Forbid segments. A sequence's bits never depend on its neighbours, with or without this flag.
+        batch_invariant: Forbid segments. The bits of a row then do not depend on the number of rows B. The bits of a
+            packed sequence depend on no other sequence, with or without this flag.
         use_gate_in_kernel: g is the pre-activation; the decay is -exp(A_log) softplus(g + dt_bias).
         A_log: [HV] any float. Natural log of the rate; any shape with HV elements. None: rate 1.
         dt_bias: [HV] any float. Bias of the pre-activation. None: 0.
         chunk_size: 16, 32 or 64. None on the CPU: 16, or 32 if K V >= 128^2. None on a GPU: 64, but 32 for KDA, except
             on sm_90 in bfloat16 with K = V = 128 and HV = H. The size affects last bits only.
         max_splits: Maximal number of segments of a sequence, scanned in parallel on a GPU; 1: none. None: chosen from
-            the sequence's length, heads, widths and the card alone; `explain` reports it.
+            the sequence's length, B, heads, widths and the card alone; `explain` reports it.
         disable_recompute: Keep the chunks' factors for the backward: more memory, less time, same bits.
         cu_seqlens_cpu: [N+1] copy of the boundaries on the CPU. Saves a device synchronisation; changes no bit.
         cp_context: From `wyfold.cp.build_cp_context`, instead of cu_seqlens. The tensors are this rank's shard of a

@@ -4,9 +4,10 @@ A sequence is scanned chunk by chunk, by one program for each value head and 64 
 multiprocessors have none. Segments give more programs and about twice the work, because each segment is also summarised
 before its entering state is known.
 
-The rule depends on the length of the sequence and on what a model fixes: value heads, widths and the GPU. It does not
-depend on gates or on the rest of the batch. A sequence therefore has the same bits in any batch as in a separate call.
-The price is the work of the summaries for a batch that fills the GPU without segments (docs/segments.md).
+The rule depends on the length of the sequence, on what a model fixes (value heads, widths and the GPU), and on the
+number of rows of a dense batch, which share the GPU. It depends neither on gates nor on the lengths of other packed
+sequences, which only the GPU knows. A packed sequence therefore has the bits of a separate call. A row of a dense batch
+has them if neither call is cut, as under `batch_invariant=True` (docs/segments.md).
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ WHOLE = Cut(0, 1)
 """No sequence is cut."""
 
 
-def cut(heads: int, K: int, V: int, chunk_size: int, processors: int, max_splits: int | None = None) -> Cut:
+def cut(
+    heads: int, K: int, V: int, chunk_size: int, processors: int, max_splits: int | None = None, *, batch: int = 1
+) -> Cut:
     """The cut of long sequences by the split rule.
 
     In segments of L of a sequence's n chunks, the longest path through a call is about
@@ -40,7 +43,8 @@ def cut(heads: int, K: int, V: int, chunk_size: int, processors: int, max_splits
     four more launches (measured on an H200, docs/segments.md). So few long segments waste the GPU, and many short ones
     wait for `fold`. Each of the rule's numbers is where the measured times of both families and both directions turn:
 
-    - A sequence has at most processors / (heads ceil(V / 64)) segments, rounded down, so that all of them run at once.
+    - A sequence has at most processors / (batch heads ceil(V / 64)) segments, rounded down, so that the segments of all
+      rows run at once. A batch that fills the GPU without segments would only pay for their summaries.
     - No segment is shorter than SHORTEST / CUT_FROM tokens, or twice that where fewer than 2 CUT_FROM segments run at
       once. Shorter ones gain a tenth at most, and batches of many sequences lose more to the summaries.
     - A sequence is cut only into CUT_FROM segments or more: half as many gain nothing over the work that they add.
@@ -52,13 +56,17 @@ def cut(heads: int, K: int, V: int, chunk_size: int, processors: int, max_splits
         chunk_size: C.
         processors: Multiprocessors of the GPU.
         max_splits: Most segments of a sequence, or None.
+        batch: B of a dense batch; 1 for a packed one.
     """
     if max(K, V) > WIDEST:
         return WHOLE
     if _forced:
         chunks, most = _forced[-1]
         return Cut(chunks, min(most, max_splits or most))
-    at_once = processors // (heads * -(-V // ROWS))
+    programs = heads * -(-V // ROWS)
+    at_once = processors // programs
+    while at_once >= CUT_FROM and at_once * programs * batch > processors:  # to compilers, batch may be symbolic
+        at_once -= 1
     most = min(at_once, max_splits or at_once)
     shortest = SHORTEST // CUT_FROM * (1 if at_once >= 2 * CUT_FROM else 2)
     return Cut(shortest // chunk_size, most) if most >= CUT_FROM else WHOLE
