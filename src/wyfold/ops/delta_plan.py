@@ -16,13 +16,13 @@ from wyfold.autograd.low_rank_recurrent import BACKWARD_CHUNK
 from wyfold.autograd.row_alignment import alignment_copies, tma_copies
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.context_parallel.delta import summarized_by_kernels
-from wyfold.context_parallel.rank_exchange import exchange_trials
 from wyfold.kernels import table
-from wyfold.kernels.trial import TOKENS, Sample, Trial, boundary_sample, sample, with_sequences
+from wyfold.kernels.trial import Trial
 from wyfold.ops.delta_checks import CheckedDelta, DeltaFlags, cast_columns, check_call
+from wyfold.ops.delta_trials import call_trials
 from wyfold.ops.delta_widths import fitted
 from wyfold.runtime import check, kernel_configs, segment_rule, triton_support
-from wyfold.runtime.chunk_layout import CHUNK_SIZES, CUT_FROM, Cut, expected_segments, max_borders
+from wyfold.runtime.chunk_layout import CHUNK_SIZES, Cut, expected_segments, max_borders
 from wyfold.runtime.differentiation import traced
 from wyfold.runtime.kernel_configs import LaunchKey
 from wyfold.runtime.layout import SequenceLayout, boundaries
@@ -30,6 +30,12 @@ from wyfold.runtime.options import DeltaOptions, gradient_unit
 from wyfold.runtime.plan import explaining
 from wyfold.runtime.torch_modes import autocast_dtype
 from wyfold.runtime.torch_ops import constant_to_compilers, in_autocast_dtype
+
+Stages = tuple[tuple[str, ...], tuple[str, ...]]
+"""Names of the launches of a forward and of its backward."""
+
+SEGMENT_STAGES = ("segment_summary", "segment_fold")
+"""Stages between those of a call, where long sequences are cut into segments."""
 
 
 def make_plan(t: DeltaTensors, flags: DeltaFlags, context: ContextParallel | None = None) -> DeltaOptions:
@@ -41,10 +47,40 @@ def make_plan(t: DeltaTensors, flags: DeltaFlags, context: ContextParallel | Non
     if autocast_dtype(t.q.device.type) is not None:
         q, k, v = in_autocast_dtype(*t[:3])
         t = t._replace(q=q, k=k, v=v, **dict(zip("abw", cast_columns(t, flags.rule), strict=True)))
-    given = [t[index] for index in LEARNING]
+    options = _options(t, flags, checked)
+    sizes, on_kernels = checked.sizes, not runs_eagerly(t.q, flags.backend)
+    crossing = context if on_kernels and context is not None and _crosses_ranks(context, flags, sizes) else None
+    stages = _stages(options, on_kernels=on_kernels, crosses=crossing is not None)
+
+    def parts() -> int:
+        per_part = chunks_per_part(t.q, t.v, state_per_token=flags.recurrent and options.save)
+        N = checked.sequences if checked.packed else None
+        return workspace.part_count(sizes["B"], sizes["T"], N, options.chunk_size, per_part)
+
+    forward, backward = (tuple([options.stage(name) for name in direction]) for direction in stages)
+    return with_backend(
+        options,
+        (t.q, t.k, t.v, t.g),
+        flags.backend,
+        (forward, backward),
+        dtypes=table.dtypes(*[t[index] for index in LEARNING]),
+        columns=(t.a, t.b),
+        keys=lambda: _keys(t, options, checked, stages, crossing),
+        trials=lambda: call_trials(t, options, checked, across_ranks=context is not None),
+        parts=parts,
+        segments=options.cut.segments(-(-sizes["T"] // options.chunk_size)),
+        # Over ranks the host finds the positions.
+        grids=position_grids(options.cut, packed=t.cu_seqlens is not None) if context is None else (),
+        collectives=() if context is None else _collectives(context, sizes),
+        widths="" if widths is None else str(widths),
+    )
+
+
+def _options(t: DeltaTensors, flags: DeltaFlags, checked: CheckedDelta) -> DeltaOptions:
+    """The options of a checked call, with kernels as its backend."""
     chunk_size = _chunk_size_of(t, flags, checked)
     cut = _cut_of(t, flags, checked, chunk_size)
-    options = DeltaOptions(
+    return DeltaOptions(
         operator=flags.op,
         recurrent=flags.recurrent,
         scale=checked.scale,
@@ -60,7 +96,7 @@ def make_plan(t: DeltaTensors, flags: DeltaFlags, context: ContextParallel | Non
         chunk_size=chunk_size,
         checkpoint_every=checked.every,
         # A traced program decides itself what to save for its backward.
-        save=check.any_requires_grad(given) and not traced(),
+        save=check.any_requires_grad([t[index] for index in LEARNING]) and not traced(),
         keep_factors=flags.disable_recompute,
         backend="triton",
         segment_chunks=cut.chunks,
@@ -69,64 +105,49 @@ def make_plan(t: DeltaTensors, flags: DeltaFlags, context: ContextParallel | Non
         rule=flags.rule,
         erases=flags.erases,
     )
-    communicates = context is not None and not runs_eagerly(t.q, flags.backend)
-    # Without collectives, ranks run the delta rule's kernels on their own sequences. A low-rank rule is refused.
-    if context is not None and flags.rule == "delta":
-        communicates = communicates and _has_collectives(context, checked.sizes)
-    between = (
-        ("segment_summary", "segment_fold", *(["rank_carry"] if communicates else []))
-        if cut.chunks or communicates
-        else ()
-    )
-    stages = ("prepare", *between, "scan"), ("prepare", *between, "scan_bwd", "gradients")
-    if flags.recurrent:
-        token_form = ("prepare", "recurrent")
-        # A low-rank rule on kernels goes back chunk by chunk.
-        by_chunks = flags.rule != "delta" and not runs_eagerly(t.q, flags.backend)
-        stages = token_form, stages[1] if by_chunks else token_form
-    sizes, N = checked.sizes, checked.sequences
 
-    def keys() -> list[tuple[str, LaunchKey]]:
-        if flags.recurrent:
-            state = t.initial_state
-            stored = (flags.state_dtype or torch.float32) if state is None else state.dtype
-            if flags.rule != "delta":
-                return _low_rank_keys(options, stages, t.q, t.v, stored)
-            return token_keys(t.q, t.v, t.g, stored, v_first=flags.state_v_first)
-        if flags.rule != "delta":
-            return _low_rank_keys(options, stages, t.q, t.v, torch.float32)
-        likely = expected_segments(N, sizes["B"] * sizes["T"], chunk_size, cut)
-        if communicates and context is not None:
-            likely = context.segment_tables(sizes["B"], chunk_size, cut).segments
-        return launch_keys(stages, t.q, t.v, t.g, chunk_size, likely, kept=checked.every > 0, norm=options.qk_l2norm)
 
-    def parts() -> int:
-        per_part = chunks_per_part(t.q, t.v, state_per_token=flags.recurrent and options.save)
-        return workspace.part_count(sizes["B"], sizes["T"], N if checked.packed else None, chunk_size, per_part)
+def _stages(options: DeltaOptions, *, on_kernels: bool, crosses: bool) -> Stages:
+    """Stages of the delta rule in each direction, before a low-rank rule replaces them.
 
-    forward, backward = (tuple([options.stage(name) for name in direction]) for direction in stages)
-    return with_backend(
-        options,
-        (t.q, t.k, t.v, t.g),
-        flags.backend,
-        (forward, backward),
-        dtypes=table.dtypes(*given),
-        columns=(t.a, t.b),
-        keys=keys,
-        trials=lambda: _trials(t, options, checked, across_ranks=context is not None),
-        parts=parts,
-        segments=cut.segments(-(-sizes["T"] // chunk_size)),
-        grids=_grids(t, cut) if context is None else (),  # over ranks the host finds the positions
-        collectives=() if context is None else _collectives(context, sizes),
-        widths="" if widths is None else str(widths),
-    )
+    Args:
+        options: The call's options.
+        on_kernels: It does not run on eager.
+        crosses: States cross the edges of ranks in kernels.
+    """
+    between = SEGMENT_STAGES if options.cut.chunks or crosses else ()
+    if crosses:
+        between = (*between, "rank_carry")
+    backward = ("prepare", *between, "scan_bwd", "gradients")
+    if not options.recurrent:
+        return ("prepare", *between, "scan"), backward
+    token_form = ("prepare", "recurrent")
+    # A low-rank rule on kernels goes back chunk by chunk.
+    return token_form, backward if options.rule != "delta" and on_kernels else token_form
+
+
+def _keys(
+    t: DeltaTensors, options: DeltaOptions, checked: CheckedDelta, stages: Stages, crossing: ContextParallel | None
+) -> table.StageKeys:
+    """(stage, launch key) of each kernel of a call. crossing: cp_context, if states cross ranks in kernels."""
+    state, sizes = t.initial_state, checked.sizes
+    stored = options.state_dtype if state is None else state.dtype
+    if options.rule != "delta":
+        return _low_rank_keys(options, stages, t.q, t.v, stored if options.recurrent else torch.float32)
+    if options.recurrent:
+        return token_keys(t.q, t.v, t.g, stored, v_first=options.state_v_first)
+    scanned = expected_segments(checked.sequences, sizes["B"] * sizes["T"], options.chunk_size, options.cut)
+    if crossing is not None:
+        scanned = crossing.segment_tables(sizes["B"], options.chunk_size, options.cut).segments
+    kept = checked.every > 0
+    return launch_keys(stages, t.q, t.v, t.g, options.chunk_size, scanned, kept=kept, norm=options.qk_l2norm)
 
 
 def with_backend(
     options: DeltaOptions,
     tokens: tuple[Tensor, Tensor, Tensor, Tensor | None],
     backend: str | None,
-    stages: tuple[tuple[str, ...], tuple[str, ...]],
+    stages: Stages,
     *,
     dtypes: tuple[torch.dtype, ...],
     keys: Callable[[], table.StageKeys],
@@ -177,74 +198,13 @@ def with_backend(
     return options._replace(backend=plan.backend)
 
 
-def _grids(t: DeltaTensors, cut: Cut) -> tuple[str, ...]:
+def position_grids(cut: Cut, *, packed: bool) -> tuple[str, ...]:
     """Launches that find the positions of chunks and segments."""
-    return (*(["chunk_grid"] if t.cu_seqlens is not None else []), *(["segment_grid"] if cut.chunks else []))
-
-
-def _trials(t: DeltaTensors, options: DeltaOptions, checked: CheckedDelta, *, across_ranks: bool) -> tuple[Trial, ...]:
-    """Small calls with the kernels of this one. Sequences are cut into segments if those of the call may be.
-
-    Over ranks, the kernels are those of one rank's segments, and those that apply the states of other ranks.
-    """
-    q, k, v, sizes = *t[:3], checked.sizes
-    scale = q.shape[-1] ** -0.5  # a number to the kernels: another scale is no other kernel
-    options = options._replace(scale=scale, unit=gradient_unit(scale, q.dtype))
-    sequences, tokens = checked.sequences, TOKENS
-    if options.segment_chunks or across_ranks:
-        options, sequences, tokens = trial_segments(options, sequences, sizes["B"] * sizes["T"])
-    if options.recurrent:
-        tokens = options.chunk_size + 9
-    if options.checkpoint_every:
-        tokens = max(tokens, 2 * options.checkpoint_every + 9)
-    trial = Trial(
-        options.operator,
-        "delta_fwd",
-        (
-            *token_samples(q, k, v, t.g, t.beta, options),
-            sample(t.initial_state, "normal", "N"),
-            sample(t.A_log, "A_log", ""),
-            sample(t.dt_bias, "dt_bias", ""),
-            boundary_sample(t.cu_seqlens),
-            None,  # boundaries on the CPU
-            sample(t.a, "unit", "BT"),
-            # Rates and erase gates are in (0, 1). A column of DPLR is short, since any row may read it.
-            sample(t.b, "step" if options.rule == "given" else "strength", "BT"),
-            sample(t.w, "strength", "BT"),
-        ),
-        tuple(options),
-        ("o", "state", "states"),
-        tokens=tokens,
-        packed=t.cu_seqlens is not None,
-        gradients=options.save,
-        rounding="inputs" if options.rule != "delta" else "once" if options.recurrent else "chunks",
-    )
-    exchange = exchange_trials(options, q, v) if across_ranks else ()
-    return *with_sequences(trial, sequences, v), *exchange
-
-
-def trial_segments(options: DeltaOptions, sequences: int, tokens: int) -> tuple[DeltaOptions, int, int]:
-    """Options of a trial in segments, and the number and length of its sequences, for a call of so many of each."""
-    most = CUT_FROM + 1
-    likely = -(-expected_segments(sequences, tokens, options.chunk_size, options.cut) // most)
-    return options._replace(segment_chunks=1, segments=most), likely, most * options.chunk_size - 7
-
-
-def token_samples(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, options: DeltaOptions
-) -> list[Sample | None]:
-    """Samples of the tokens of a delta-family call."""
-    return [
-        sample(q, "normal" if options.qk_l2norm else "unit", "BT"),
-        sample(k, "normal" if options.qk_l2norm else "unit", "BT"),
-        sample(v, "normal", "BT"),
-        sample(g, "decay" if options.activation == "given" else "normal", "BT"),
-        sample(beta, "normal" if options.beta_logit else "strength", "BT"),
-    ]
+    return (*(["chunk_grid"] if packed else []), *(["segment_grid"] if cut.chunks else []))
 
 
 def launch_keys(
-    stages: tuple[tuple[str, ...], ...],
+    stages: Stages,
     q: Tensor,
     v: Tensor,
     g: Tensor | None,
@@ -280,7 +240,7 @@ def launch_keys(
 
 
 def _low_rank_keys(
-    options: DeltaOptions, stages: tuple[tuple[str, ...], ...], q: Tensor, v: Tensor, stored: torch.dtype
+    options: DeltaOptions, stages: Stages, q: Tensor, v: Tensor, stored: torch.dtype
 ) -> list[tuple[str, LaunchKey]]:
     """(stage, launch key) of each kernel of a diagonal-plus-low-rank rule. stored: dtype of the states."""
     prepare: Any = table.kernel_module("low_rank_prepare", "triton")
@@ -302,8 +262,13 @@ def token_keys(
     return [("recurrent", module.launch_key(stored, K, V, g, v_first=v_first)), *backward]
 
 
-def _has_collectives(context: ContextParallel, sizes: dict[str, int]) -> bool:
-    """Whether sequences cross ranks and kernels can summarise this rank's segments."""
+def _crosses_ranks(context: ContextParallel, flags: DeltaFlags, sizes: dict[str, int]) -> bool:
+    """Whether kernels carry states across ranks. A low-rank rule has no such kernel: the table refuses the call.
+
+    Without collectives, ranks run the delta rule's kernels on their own sequences.
+    """
+    if flags.rule != "delta":
+        return True
     return bool(context.partition.chains) and summarized_by_kernels(context, sizes["B"], sizes["K"], sizes["V"])
 
 

@@ -10,18 +10,19 @@ from torch import Tensor
 from wyfold.autograd.serving_delta import serve_op
 from wyfold.kernels import table
 from wyfold.kernels.trial import TOKENS, Sample, Trial, boundary_sample, sample, with_sequences
-from wyfold.ops.delta_checks import GateFlags, check_boundaries, check_gate, check_strength, check_tensors
+from wyfold.ops.delta_checks import CheckedDelta, GateFlags, check_boundaries, check_gate, check_strength, check_tensors
 from wyfold.ops.delta_plan import (
+    SEGMENT_STAGES,
     best_chunk_size,
     call_cut,
     launch_keys,
+    position_grids,
     runs_eagerly,
-    token_samples,
-    trial_segments,
     with_backend,
 )
+from wyfold.ops.delta_trials import token_samples, trial_segments
 from wyfold.runtime import check, segment_rule
-from wyfold.runtime.chunk_layout import Cut, expected_segments
+from wyfold.runtime.chunk_layout import expected_segments
 from wyfold.runtime.differentiation import refuse_transforms
 from wyfold.runtime.kernel_configs import LaunchKey
 from wyfold.runtime.options import DeltaOptions
@@ -29,6 +30,9 @@ from wyfold.runtime.replay_cache import PublicOperator
 from wyfold.runtime.torch_ops import call, in_autocast_dtype
 
 INDICES = (torch.int32, torch.int64)
+
+FLOATS = ("q", "k", "v", "g", "beta", "pool", "A_log", "dt_bias", "out")
+"""Fields of `ServingTensors` that hold floats, without the pool of checkpoints."""
 
 
 class ServingTensors(NamedTuple):
@@ -113,19 +117,41 @@ def run(options: DeltaOptions, t: ServingTensors, flags: ServingFlags) -> Tensor
 
 def make_plan(t: ServingTensors, flags: ServingFlags) -> DeltaOptions:
     """Check the call and return its options."""
-    op = flags.op
-    refuse_transforms(op, *t[:5], t.pool, t.out)
+    refuse_transforms(flags.op, *t[:5], t.pool, t.out)
     if flags.swapped:
         names = ("q", "k", "v", "g", "beta", "out")
         t = t._replace(**{name: swap_batch_time(getattr(t, name)) for name in names})
+    checked = _check_call(t, flags)
+    q, k, v = in_autocast_dtype(*t[:3])
+    t = t._replace(q=q, k=k, v=v)
+    options = _options(t, flags, checked)
+    # The scan reads and writes the slots itself, unless segments or checkpoints make the states pass through copies.
+    copied = ("state_pool",) if flags.chunked and (options.checkpoint_every or options.cut.chunks) else ()
+    between = SEGMENT_STAGES if options.cut.chunks else ()
+    return with_backend(
+        options,
+        (q, k, v, t.g),
+        flags.backend,
+        (("state_pool", "prepare", *between, "scan") if flags.chunked else ("prepare", "recurrent"), ()),
+        dtypes=table.dtypes(*[getattr(t, name) for name in FLOATS], t.checkpoint_pool),
+        keys=lambda: [*[(stage, LaunchKey()) for stage in copied], *_keys(t, flags, checked, options, between)],
+        trials=lambda: _trials(t, flags, checked.sequences, options),
+        segments=options.cut.segments(-(-checked.sizes["T"] // options.chunk_size)),
+        grids=position_grids(options.cut, packed=checked.packed),
+        kept=copied,
+    )
+
+
+def _check_call(t: ServingTensors, flags: ServingFlags) -> CheckedDelta:
+    """Run all checks except those of checkpoints and segments. `every` is that of a call without checkpoints."""
+    op = flags.op
     sizes = check_tensors(
         op, dict(zip(ServingTensors._fields[:7], t[:7], strict=True)), channel=flags.channel, pooled=True
     )
     q, k, v = in_autocast_dtype(*t[:3])
     check.same_attribute(op, "dtype", q=q, k=k, v=v)
     cu, out = t.cu_seqlens, t.out
-    N = check_boundaries(op, q, cu, flags.tokens)
-    sizes["N"] = N
+    sizes["N"] = check_boundaries(op, q, cu, flags.tokens)
     _check_slots(t, flags, sizes)
     if flags.each and cu is None and t.state_indices is not None and sizes["T"] > t.state_indices.shape[1]:
         columns = t.state_indices.shape[1]
@@ -137,36 +163,45 @@ def make_plan(t: ServingTensors, flags: ServingFlags) -> DeltaOptions:
         check.output_dtype(op, out, v=v)
         check.same_attribute(op, "device", v=v, out=out)
         check.no_overlap(op, out=out)
-    norm, logit, doubled = (
-        flags.use_qk_l2norm_in_kernel,
-        flags.use_beta_sigmoid_in_kernel,
-        flags.allow_neg_eigval,
+    check.flag(
+        op,
+        use_qk_l2norm_in_kernel=flags.use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=flags.use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=flags.allow_neg_eigval,
     )
-    check.flag(op, use_qk_l2norm_in_kernel=norm, use_beta_sigmoid_in_kernel=logit, allow_neg_eigval=doubled)
-    check_strength(op, t.beta, logit=logit, doubled=doubled)
+    check_strength(op, t.beta, logit=flags.use_beta_sigmoid_in_kernel, doubled=flags.allow_neg_eigval)
     gate = GateFlags(flags.channel, flags.use_gate_in_kernel, flags.safe_gate, flags.lower_bound)
     activation, lower_bound, clamp = check_gate(op, t.g, t.A_log, t.dt_bias, gate, sizes, cu)
-    given = {"q": q, "k": k, "v": v, "g": t.g, "beta": t.beta, "pool": t.pool}
-    given |= {"A_log": t.A_log, "dt_bias": t.dt_bias, "out": out}
-    check.no_gradients(op, given)
-    chunked = flags.chunked
-    chunk_size = best_chunk_size(q, v, channel_gate=flags.channel) if chunked else 1 if flags.each else 64
-    every = _check_checkpoints(t, flags, chunk_size, sizes) if chunked else int(flags.each)
-    if check.checking_contents() and chunked:
-        _check_distinct_checkpoints(t, flags, every, sizes)
-    cut = _cut_of(t._replace(q=q, v=v), flags, chunk_size, every)
-    options = DeltaOptions(
-        operator=op,
-        recurrent=not chunked,
-        scale=int(sizes["K"]) ** -0.5 if flags.scale is None else check.number(op, "scale", flags.scale),
-        qk_l2norm=norm,
-        activation=activation,
-        lower_bound=lower_bound,
-        clamp=clamp,
-        beta_logit=logit,
-        beta_most=2.0 if doubled else 1.0,
+    check.no_gradients(op, {name: getattr(t, name) for name in FLOATS})
+    scale = int(sizes["K"]) ** -0.5 if flags.scale is None else check.number(op, "scale", flags.scale)
+    return CheckedDelta(sizes, sizes["N"], cu is not None, activation, lower_bound, clamp, scale, int(flags.each))
+
+
+def _options(t: ServingTensors, flags: ServingFlags, checked: CheckedDelta) -> DeltaOptions:
+    """The options of a checked call, with kernels as its backend."""
+    chunk_size, every, cut = 1 if flags.each else 64, checked.every, segment_rule.WHOLE
+    if flags.chunked:
+        chunk_size = best_chunk_size(t.q, t.v, channel_gate=flags.channel)
+        every = _check_checkpoints(t, flags, chunk_size, checked.sizes)
+        if check.checking_contents():
+            _check_distinct_checkpoints(t, flags, every, checked.sizes)
+        if flags.max_splits is not None:
+            check.integer(flags.op, "max_splits", flags.max_splits, least=1)
+        if not every:  # checkpoints are the states of one scan
+            eager = runs_eagerly(t.q, flags.backend)
+            cut = call_cut(t.q, t.v, chunk_size, flags.max_splits, packed=checked.packed, eager=eager)
+    return DeltaOptions(
+        operator=flags.op,
+        recurrent=not flags.chunked,
+        scale=checked.scale,
+        qk_l2norm=flags.use_qk_l2norm_in_kernel,
+        activation=checked.activation,
+        lower_bound=checked.lower_bound,
+        clamp=checked.clamp,
+        beta_logit=flags.use_beta_sigmoid_in_kernel,
+        beta_most=2.0 if flags.allow_neg_eigval else 1.0,
         state_v_first=flags.state_v_first,
-        state_dtype=torch.float64 if q.dtype == torch.float64 else torch.float32,
+        state_dtype=torch.float64 if t.q.dtype == torch.float64 else torch.float32,
         final_state=True,
         chunk_size=chunk_size,
         checkpoint_every=every,
@@ -176,60 +211,31 @@ def make_plan(t: ServingTensors, flags: ServingFlags) -> DeltaOptions:
         segment_chunks=cut.chunks,
         segments=cut.most,
     )
-    between = ("segment_summary", "segment_fold") if cut.chunks else ()
-    # The scan reads and writes the slots itself, unless segments or checkpoints make the states pass through copies.
-    pooled = every > 0 or cut.chunks > 0
 
-    def keys() -> list[tuple[str, LaunchKey]]:
-        if not chunked:
-            recurrent: Any = table.kernel_module("recurrent", "triton")
-            order = {"v_first": flags.state_v_first, "alone": cu is None and not flags.each and sizes["T"] == 1}
-            return [("recurrent", recurrent.served_key(t.pool, sizes["K"], sizes["V"], t.g, **order))]
-        likely = expected_segments(N, sizes["B"] * sizes["T"], chunk_size, cut)
-        stages = (("prepare", *between, "scan"), ())
-        found = launch_keys(stages, q, v, t.g, chunk_size, likely, kept=every > 0, norm=norm)
-        if out is not None and out.dtype != v.dtype:
-            found = [(stage, key._replace(wide=stage == "scan")) for stage, key in found]
-        return [("state_pool", LaunchKey()), *found] if pooled else found
 
-    return with_backend(
-        options,
-        (q, k, v, t.g),
-        flags.backend,
-        (("state_pool", "prepare", *between, "scan") if chunked else ("prepare", "recurrent"), ()),
-        dtypes=table.dtypes(*given.values(), t.checkpoint_pool),
-        keys=keys,
-        trials=lambda: _trials(t, flags, (q, k, v), N, options),
-        segments=cut.segments(-(-sizes["T"] // chunk_size)),
-        grids=(*(["chunk_grid"] if cu is not None else []), *(["segment_grid"] if cut.chunks else [])),
-        kept=("state_pool",) if pooled else (),
-    )
+def _keys(
+    t: ServingTensors, flags: ServingFlags, checked: CheckedDelta, options: DeltaOptions, between: tuple[str, ...]
+) -> list[tuple[str, LaunchKey]]:
+    """(stage, launch key) of each kernel of a call. between: Its stages of segments."""
+    sizes = checked.sizes
+    if not flags.chunked:
+        recurrent: Any = table.kernel_module("recurrent", "triton")
+        order = {"v_first": flags.state_v_first, "alone": not checked.packed and not flags.each and sizes["T"] == 1}
+        return [("recurrent", recurrent.served_key(t.pool, sizes["K"], sizes["V"], t.g, **order))]
+    likely = expected_segments(checked.sequences, sizes["B"] * sizes["T"], options.chunk_size, options.cut)
+    stages, kept = (("prepare", *between, "scan"), ()), options.checkpoint_every > 0
+    found = launch_keys(stages, t.q, t.v, t.g, options.chunk_size, likely, kept=kept, norm=options.qk_l2norm)
+    if t.out is not None and t.out.dtype != t.v.dtype:
+        found = [(stage, key._replace(wide=stage == "scan")) for stage, key in found]
+    return found
 
 
 SERVING = PublicOperator(make_plan, run)
 
 
-def _cut_of(t: ServingTensors, flags: ServingFlags, chunk_size: int, every: int) -> Cut:
-    """Segmentation of a call, that of the operators: `call_cut`."""
-    if flags.max_splits is not None:
-        check.integer(flags.op, "max_splits", flags.max_splits, least=1)
-    if not flags.chunked or every:
-        return segment_rule.WHOLE
-    eager, packed = runs_eagerly(t.q, flags.backend), t.cu_seqlens is not None
-    return call_cut(t.q, t.v, chunk_size, flags.max_splits, packed=packed, eager=eager)
-
-
-def _trials(
-    t: ServingTensors, flags: ServingFlags, tokens: tuple[Tensor, ...], sequences: int, options: DeltaOptions
-) -> tuple[Trial, ...]:
-    """Small calls with the kernels of this one.
-
-    Args:
-        t, flags, options: The call.
-        tokens: Its q, k and v, in the dtype of an active autocast.
-        sequences: N.
-    """
-    (q, k, v), cu, every = tokens, t.cu_seqlens, options.checkpoint_every
+def _trials(t: ServingTensors, flags: ServingFlags, sequences: int, options: DeltaOptions) -> tuple[Trial, ...]:
+    """Small calls with the kernels of this one, whose tokens have the dtype of an active autocast. sequences: N."""
+    q, k, v, cu, every = *t[:3], t.cu_seqlens, options.checkpoint_every
     length = max(TOKENS, 2 * every + 9)
     if options.segment_chunks:
         options, sequences, length = trial_segments(options, sequences, q.shape[0] * q.shape[1])
