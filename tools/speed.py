@@ -24,7 +24,15 @@ README = ROOT / "README.md"
 BEGIN, END = "<!-- speed: begin, written by tools/speed.py -->", "<!-- speed: end -->"
 
 OPERATORS = {"delta_rule": "DeltaNet", "gdn": "GDN", "kda": "KDA", "ttt": "TTT-Linear"}
-PEERS = {"fla.": "fla", "flash_qla.": "FlashQLA"}
+PEERS = {
+    "fla.": "fla",
+    "flash_qla.": "FlashQLA",
+    "cudnn.": "cuDNN",
+    "flashinfer.": "FlashInfer",
+    "flash_kda.": "FlashKDA",
+    "attn_gym.": "attention-gym",
+}
+"""First letters of a peer's function -> its display name."""
 MODES = {"fwd": "forward", "fwdbwd": "forward + backward"}
 COLORS = {"light": ("#1f2328", "#0969da", "#80b3ec"), "dark": ("#e6edf3", "#4493f8", "#27548c")}
 """Theme -> color of the text, of the forward's bars and of those of both directions."""
@@ -58,16 +66,21 @@ class Comparison:
 
 
 def comparisons() -> list[Comparison]:
-    """The newest comparison of each operator, shape, direction and peer, with medium gates where it has gates."""
+    """The newest comparison of each operator, shape, direction and peer, with medium gates where it has gates.
+
+    Where a run has the norm of keys outside and inside, the comparison is outside, as every peer can have it.
+    """
     found: dict[tuple[str, ...], Comparison] = {}
     for file in sorted(RESULTS.glob("*-bench-*-peers*.json"), key=lambda file: file.name.split("-", 1)[1]):
         record = json.loads(file.read_text(encoding="utf-8"))
         gpus = record["hardware"].get("gpus") or []
         groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-        for row in record["rows"]:
+        for row in sorted(record["rows"], key=lambda row: row["norm"] == "inside"):
             if row.get("milliseconds") and row["op"] in OPERATORS and row["gate"] in ("mid", "none") and gpus:
                 key = (OPERATORS[row["op"]], _shape(row["shape"]), MODES[row["mode"]])
-                groups.setdefault(key, []).append(row)
+                rows = groups.setdefault(key, [])
+                if not rows or rows[0]["norm"] == row["norm"]:
+                    rows.append(row)
         for key, rows in groups.items():
             ours = next(row for row in rows if row["contender"] == "wyfold" and "," not in row["ran"])
             for peer in dict.fromkeys(PEERS.values()):
@@ -136,7 +149,8 @@ def write() -> None:
 
 def _shape(shape: dict[str, int]) -> str:
     heads = f"H{shape['H']}" if shape["H"] == shape["HV"] else f"H{shape['H']}/{shape['HV']}"
-    return f"B{shape['B']} T{shape['T']} {heads} D{shape['K']}"
+    width = f"D{shape['K']}" if shape["K"] == shape["V"] else f"K{shape['K']} V{shape['V']}"
+    return f"B{shape['B']} T{shape['T']} {heads} {width}"
 
 
 def _peer(ran: str) -> str | None:

@@ -36,6 +36,8 @@ DECAYS = ("fast", "mid", "slow")
 """Gates with given decays, from fast to slow forgetting (`bench.cases.GATES`)."""
 MODEL = "model"
 """The gate as layers pass it: a projection in the tokens' dtype. The operator activates it, and beta as well."""
+BOUNDED = "bounded"
+"""The same for `kda`, with the activation that is bounded by a log decay of -5 a token."""
 NO_GATE = "none"
 
 OURS = "wyfold"
@@ -67,6 +69,9 @@ SHAPES = (
     "token1024",
 )
 """Names of the sizes in `bench.cases.PINNED`."""
+
+SUITES = ("table", "groups", "widths", "prompts", "gates")
+"""Names of the suites in `bench.suites.SUITES`."""
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     "disable_recompute": DELTA_RULES,

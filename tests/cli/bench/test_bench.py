@@ -16,6 +16,7 @@ from wyfold.cli import catalog, main
 from wyfold.cli.bench import cases, implementations, memory, options, peers, runner, tables, timing
 from wyfold.cli.bench.cases import Case
 from wyfold.cli.bench.implementations import AccuracyCheck, BenchImplementation
+from wyfold.cli.bench.peer import Adapter, Loaded, Peer
 from wyfold.kernels.scan import eager as scan_stage
 from wyfold.reference.shapes import Shape
 
@@ -39,9 +40,9 @@ def ours(case: Case = CASE) -> BenchImplementation:
     return implementations.implementations_of(case, [])[0]
 
 
-def adapters(*found: tuple[str, Callable[..., torch.Tensor]], backward: bool = True) -> tuple[peers.Adapter, ...]:
+def adapters(*found: tuple[str, Callable[..., torch.Tensor]], backward: bool = True) -> tuple[Adapter, ...]:
     """Adapters of an invented library, from (name, function) pairs."""
-    return tuple(peers.Adapter(lambda ran=ran, call=call: peers.Loaded(ran, call), "", backward) for ran, call in found)
+    return tuple(Adapter(lambda ran=ran, call=call: Loaded(ran, call), "", backward) for ran, call in found)
 
 
 # --- the whole command -----------------------------------------------------------------------------------------------
@@ -61,9 +62,7 @@ def test_decoding_is_timed_from_states_to_states(no_children, tmp_path, monkeypa
     arguments = case.arguments()
     states = arguments["initial_state"].clone()
     token = catalog.OPS[case.op]
-    peer = peers.Peer(
-        "made up", "torch", "", {token: adapters(("token form", peers._keywords(wyfold.fused_recurrent_kda)))}
-    )
+    peer = Peer("made up", "torch", "", {token: adapters(("token form", peers._keywords(wyfold.fused_recurrent_kda)))})
     session = runner.BenchSession(1, 3, graph=False, cold=False)
     (rows,) = runner.run_cases([case], [peer], [], session)
     assert [row["ran"] for row in rows] == ["wyfold.serving.decode", "token form"]
@@ -106,6 +105,18 @@ def test_a_record_has_provenance_errors_times_and_memory(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "median ms" in shown
     assert "peak MiB above inputs" in shown
+
+
+def test_the_bounded_gate_is_that_of_a_bounded_layer():
+    drawn = dataclasses.replace(CASE, op="kda", gate="bounded").arguments()
+    assert drawn["lower_bound"] == cases.LOWER_BOUND == -5.0 and not drawn["A_log"].any()
+    assert list(cases.gates_of("gdn", ["mid", "bounded"])) == ["mid"]
+    assert list(cases.gates_of("gla", ["mid", "bounded"])) == ["mid"]
+    assert (
+        AccuracyCheck(dataclasses.replace(CASE, op="kda", gate="bounded"), drawn)
+        .check_call(ours(dataclasses.replace(CASE, op="kda", gate="bounded")), True, ours=True)
+        .within_limits
+    )
 
 
 @pytest.mark.parametrize("op", ["gdn", "kda", "recurrent_kda"])
@@ -186,7 +197,14 @@ def test_a_failed_child_leaves_a_row_without_memory(monkeypatch, capsys):
             ["kda", "--peers", "fla:slow"],
             "--peers: fla has no variant 'slow'; there are generic, safe_gate, staged, fused",
         ),
-        (["gdn", "--gates", "mid,odd"], "gates: unknown 'odd'; there are fast, mid, slow, model"),
+        (["gdn", "--gates", "mid,odd"], "gates: unknown 'odd'; there are fast, mid, slow, model, bounded"),
+        (["gdn", "--suite", "groups", "--norm", "inside"], "--suite groups: decides OP, --shapes, --gates, --norm"),
+        (["--suite", "groups", "--mode", "fwd"], "--mode; leave out --mode"),
+        (["--suite", "all"], "argument --suite: invalid choice: 'all'"),
+        (["decode_kda", "--gates", "bounded"], "--gates bounded: decoding is timed with decays that are given"),
+        (["gdn", "--gates", "bounded"], "nothing to run: none of gdn has --gates bounded"),
+        (["gdn", "--budget", "0"], "--budget: must be a whole number of at least 1"),
+        (["gdn", "--resume", "/no/such/file"], "--resume: "),
         (["gdn", "decode_kda", "--gates", "model"], "--gates model: decoding is timed with decays that are given"),
         (
             ["gdn", "--dtype", "float32,float8"],
@@ -236,7 +254,7 @@ def test_a_group_of_cases_shares_tensors_and_gates_differ(monkeypatch, no_childr
 
 
 def test_a_missing_peer_is_printed_and_others_run(no_children, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(peers.Peer, "installed", False)
+    monkeypatch.setattr(Peer, "installed", False)
     words = "bench gdn --shapes 1,20,1,8 --mode fwd --rounds 1 --device cpu --out".split()
     assert main([*words, str(tmp_path)]) == 0
     assert (
@@ -251,12 +269,13 @@ def test_a_missing_peer_is_printed_and_others_run(no_children, monkeypatch, tmp_
 
 
 def test_one_variant_of_a_peer_can_be_selected(monkeypatch):
-    monkeypatch.setattr(peers.Peer, "installed", True)
+    monkeypatch.setattr(Peer, "installed", True)
     (fla, cudnn) = options.chosen_peers("fla:safe_gate,cudnn", "cuda")
     assert [adapter.variant for adapter in fla.adapters["chunk_kda"]] == ["safe_gate"]
     assert fla.adapters["chunk_delta_rule"] == peers.PEERS["fla"].adapters["chunk_delta_rule"]
     assert cudnn is peers.PEERS["cudnn"]
-    assert [peer.name for peer in options.chosen_peers("all", "cuda")] == ["fla", "flash-qla", "cudnn", "flashinfer"]
+    everyone = ["fla", "flash-qla", "cudnn", "flashinfer", "flash-kda", "attention-gym"]
+    assert [peer.name for peer in options.chosen_peers("all", "cuda")] == everyone
     assert [peer.name for peer in options.chosen_peers("all", "cpu")] == ["transformers"]
 
 
@@ -269,8 +288,8 @@ def test_peers_run_on_the_same_tensors_and_are_checked(no_children, monkeypatch,
 
     for name, off in (("right", 1.0), ("coarse", 1.001), ("wrong", 1.05)):
         found = adapters((f"{name}.loop", lambda arguments, off=off: loop(arguments, off)))
-        monkeypatch.setitem(peers.PEERS, name, peers.Peer(name, name, "", {"chunk_gated_delta_rule": found}))
-    monkeypatch.setattr(peers.Peer, "installed", True)
+        monkeypatch.setitem(peers.PEERS, name, Peer(name, name, "", {"chunk_gated_delta_rule": found}))
+    monkeypatch.setattr(Peer, "installed", True)
     words = "bench gdn kda --shapes 1,40,1,8 --mode fwd --rounds 1 --peers right,coarse,wrong --out".split()
     assert main([*words, str(tmp_path)]) == 0  # the peer is wrong, not Wyfold
     (file,) = tmp_path.glob("*.json")
@@ -304,10 +323,10 @@ def test_a_failing_peer_has_a_row_and_the_run_continues(no_children, monkeypatch
 
     found = {
         "chunk_gated_delta_rule": adapters(("some.rule", refuse)),
-        "chunk_kda": (peers.Adapter(lacking), *adapters(("some.forward", refuse), backward=False)),
+        "chunk_kda": (Adapter(lacking), *adapters(("some.forward", refuse), backward=False)),
     }
-    monkeypatch.setitem(peers.PEERS, "some", peers.Peer("some", "some", "", found))
-    monkeypatch.setattr(peers.Peer, "installed", True)
+    monkeypatch.setitem(peers.PEERS, "some", Peer("some", "some", "", found))
+    monkeypatch.setattr(Peer, "installed", True)
     words = "bench gdn kda --shapes 1,40,1,8 --mode fwdbwd --rounds 1 --peers some --out".split()
     assert main([*words, str(tmp_path)]) == 0
     shown = capsys.readouterr().out
@@ -359,6 +378,11 @@ def test_adapters_pass_arguments_in_the_form_of_their_libraries(monkeypatch):
         o, state = delta(*batch, cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
         return (o[0], state) if plan_name else o[0]
 
+    def flash_kda(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, cu_seqlens=None):
+        inside = {"A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound, "use_gate_in_kernel": True}
+        inside |= {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "cu_seqlens": cu_seqlens}
+        out.copy_(wyfold.chunk_kda(q, k, v, g, beta, scale=scale, **inside)[0])
+
     def kkt(k, beta, g=None, chunk_size=64):
         decays = None
         if g is not None:  # cumulative sums within chunks, base 2
@@ -385,6 +409,8 @@ def test_adapters_pass_arguments_in_the_form_of_their_libraries(monkeypatch):
         "fla.ops.gated_delta_rule.gate": {"fused_gdn_gate": wyfold.fused_gdn_gate},
         "fla.ops.kda.gate": {"fused_kda_gate": wyfold.fused_kda_gate},
         "flash_qla": {"chunk_gated_delta_rule": delta},
+        "attn_gym.linear": {"chunk_gdn": delta, "chunk_kda": delta},
+        "flash_kda": {"fwd": flash_kda},
         "cudnn.linear_attention": {"kimi_delta_attention": packed},
         "flashinfer.gdn_prefill": {"chunk_gated_delta_rule": packed},
     }
@@ -395,24 +421,37 @@ def test_adapters_pass_arguments_in_the_form_of_their_libraries(monkeypatch):
         for function, does in functions.items():
             monkeypatch.setattr(sys.modules[name], function, does, raising=False)
 
-    tried = 0
+    tried, inside = 0, "flash-kda"
+    names = [name for name, peer in peers.PEERS.items() if peer.device == "cuda" and name != inside]
     for op in catalog.OPS:
         for gate in cases.gates_of(op, ["mid"]):
             case = Case(op, Shape(2, 40, 2, 2, 16, 16), gate, "float32", "fwd", 1, norm="outside", chunk=16)
             arguments = case.arguments()
             judge = AccuracyCheck(case, arguments)
-            others = [peers.PEERS[name] for name in ("fla", "flash-qla", "cudnn", "flashinfer")]
+            others = [peers.PEERS[name] for name in names]
             for implementation in implementations.implementations_of(case, others)[1:]:
                 found = judge.check_call(implementation, False, ours=True)
                 assert found.within_limits, (op, gate, implementation.ran, [str(verdict) for verdict in found.verdicts])
                 tried += 1
-    variants = [
-        variant
-        for name in ("fla", "flash-qla", "cudnn", "flashinfer")
-        for variant in peers.PEERS[name].adapters.values()
-    ]
+    variants = [variant for name in names for variant in peers.PEERS[name].adapters.values()]
     # chunk_scaled_dot_kkt and parallel_path_attn with and without a gate; decoding for the token forms of three rules
     assert tried == sum(map(len, variants)) + 2 + 3
+
+    case = Case("kda", Shape(2, 40, 2, 2, 16, 16), "bounded", "float32", "fwd", 1)
+    judge = AccuracyCheck(case, case.arguments())
+    found = implementations.implementations_of(case, [peers.PEERS[name] for name in (*names, inside)])[1:]
+    right = {c.ran: judge.check_call(c, False, ours=True).within_limits for c in found if c.name in ("fla", inside)}
+    assert len(right) == 3 and all(right.values()), right
+    for other in (c for c in found if c.name not in ("fla", inside)):
+        with pytest.raises(NotImplementedError, match="takes decays that are given, without an activation inside"):
+            other(case.arguments())
+    given = dataclasses.replace(case, gate="mid")
+    (bounded_only,) = implementations.implementations_of(given, [peers.PEERS[inside]])[1:]
+    with pytest.raises(NotImplementedError, match="--gates bounded --norm inside"):
+        bounded_only(given.arguments())
+    *_, gym = implementations.implementations_of(given, [peers.PEERS["attention-gym"]])
+    with pytest.raises(NotImplementedError, match="--norm outside"):
+        gym(given.arguments())
 
 
 def test_imports_of_pytorchs_first_backward_are_not_timed():
@@ -618,7 +657,7 @@ def test_a_gpu_row_has_every_measurement(monkeypatch, capsys):
     def failing(arguments):
         raise RuntimeError("Triton >= 3.4.0 and < 3.7.1 on Hopper GPUs produces incorrect results")
 
-    library = peers.Peer(
+    library = Peer(
         "some", "some", "", {"chunk_gated_delta_rule": adapters(("some.rule", mine.call), ("some.other", failing))}
     )
     first = OnGpu("gdn", Shape(1, 70, 2, 4, 8, 8), "mid", "bfloat16", "fwd", 0, norm="outside")

@@ -11,6 +11,10 @@ events, on the host, kernel by kernel under the profiler, and from a CUDA graph
 need. A peer that fails has a row with its error. Other load on the machine
 affects times.
 
+--suite runs the shapes of published models, one stored result each. --compile
+compiles their kernels in parallel first. A run that --budget ended goes on with
+--resume and the file that it wrote.
+
 Under torchrun the processes share the sequence: delta_rule, gdn, kda and ttt
 run over 1, 2, 4 .. ranks, beside peers that have context parallelism.
 """
@@ -30,7 +34,8 @@ from wyfold.cli import DONE, FAILED, UsageError, results
 from wyfold.cli.arguments import use_threads
 from wyfold.cli.bench import tables
 from wyfold.cli.bench.options import DECODED, add_arguments, chosen_peers, command_words, parse_lists, resolve_defaults
-from wyfold.cli.bench.peers import PEERS, Peer, dispatch_messages
+from wyfold.cli.bench.peer import Peer
+from wyfold.cli.bench.peers import PEERS, dispatch_messages
 from wyfold.cli.catalog import CHUNKED, OPS, OURS
 
 if TYPE_CHECKING:
@@ -50,11 +55,14 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from wyfold.cli.bench import memory, timing
+    from wyfold.cli.bench.precompile import compile_here
+    from wyfold.cli.bench.resume import resumed
     from wyfold.cli.bench.runner import BenchSession, measure
     from wyfold.cli.distributed import DistributedWorld, launched
 
     if args.measure:
-        print(json.dumps(measure(json.loads(args.measure))))
+        request = json.loads(args.measure)
+        print(json.dumps((compile_here if request.get("what") == "compile" else measure)(request)))
         return DONE
     use_threads(args.threads)
     kind = resolve_defaults(args)
@@ -68,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     session = BenchSession(
         sum(len(group) for group in cases), args.rounds, kind == "cuda" and "graph" in args.mode, args.cold
     )
-    ops = list(dict.fromkeys(group[0].op for group in cases))
+    ops = [] if args.suite else list(dict.fromkeys(group[0].op for group in cases))
     record = {
         **results.provenance("bench", [*ops, *command_words(args)]),
         "threads": torch.get_num_threads(),
@@ -87,6 +95,9 @@ def run(args: argparse.Namespace) -> int:
     if args.commit and record["modified"] is not False:
         record["commit"] = args.commit
     stem = _stem(args, record, cases)
+    if args.resume:
+        record["rows"], cases = resumed(args.resume, record, cases)
+        session.cases = sum(len(group) for group in cases)
     if world is not None:
         return _over_ranks(args, cases, peers, record, stem, world)
     _run_all(args, cases, peers, record, stem, session)
@@ -128,7 +139,15 @@ def _run_all(
     """Run the cases in this process, and write the record after each of them."""
     from wyfold.cli.bench.runner import error_line, run_cases
 
+    if args.compile:
+        _compile(args, cases, peers, session)
     for group in cases:
+        if args.budget and session.spent > args.budget:
+            why = f"not started within --budget {args.budget}; --resume runs it"
+            record["lost"] += [{"case": case.title, "error": why} for case in group]
+            session.done += len(group)
+            _write_record(args.out, stem, record, session)
+            continue
         ended = session.done + len(group)
         try:
             for rows in run_cases(group, peers, args.also, session):
@@ -141,6 +160,20 @@ def _run_all(
             record["lost"] += [{"case": case.title, "error": f"not run after {failing.title}"} for case in behind]
             session.done = ended
             _write_record(args.out, stem, record, session)
+    if not cases:  # all rows are an earlier result's
+        _write_record(args.out, stem, record, session)
+
+
+def _compile(
+    args: argparse.Namespace, cases: Sequence[list[Case]], peers: Sequence[Peer], session: BenchSession
+) -> None:
+    """Compile the kernels of all cases in parallel, in half of the budget at most."""
+    from wyfold.cli.bench.precompile import compile_all
+
+    deadline = session.began + args.budget / 2 if args.budget else None
+    every = [case for group in cases for case in group]
+    for job in compile_all(every, peers, args.also, args.compile, deadline):
+        session.uncompiled |= {(case, job.ran) for case in job.cases}
 
 
 def _write_record(folder: Path | None, stem: str, record: dict[str, Any], session: BenchSession) -> None:
@@ -161,6 +194,9 @@ def _cases(args: argparse.Namespace) -> Iterator[list[Case]]:
     from wyfold.cli.operators import OPERATOR_SPECS
     from wyfold.reference.shapes import Shape
 
+    if args.suite:
+        yield from _suite_cases(args)
+        return
     modes = [mode for mode in args.mode if mode != "graph"] or ["fwd"]
     sized = [(name, Shape(*sizes) if sizes else PINNED[name]) for name, sizes in args.shapes]
     for (name, shape), op, dtype in product(sized, args.op, args.dtype):
@@ -188,6 +224,27 @@ def _cases(args: argparse.Namespace) -> Iterator[list[Case]]:
                 yield [replace(first, mode=mode) for mode in possible]
 
 
+def _suite_cases(args: argparse.Namespace) -> Iterator[list[Case]]:
+    """Yield the groups of cases of a suite."""
+    from wyfold.cli.bench.cases import Case
+    from wyfold.cli.bench.suites import SUITES
+
+    for row, dtype in product(SUITES[args.suite], args.dtype):
+        first = Case(
+            row.op,
+            row.shape,
+            row.gate,
+            dtype,
+            row.modes[0],
+            args.seed,
+            norm=row.norm,
+            gate_dtype=args.gate_dtype,
+            device=str(args.device),
+            backend=args.backend or "",
+        )
+        yield [replace(first, mode=mode) for mode in row.modes]
+
+
 def _stem(args: argparse.Namespace, record: dict[str, Any], cases: Sequence[Sequence[Case]]) -> str:
     """File name without extension of the written files."""
     import torch
@@ -195,5 +252,6 @@ def _stem(args: argparse.Namespace, record: dict[str, Any], cases: Sequence[Sequ
     kind = args.device.type
     machine = torch.cuda.get_device_name(args.device).split()[-1].lower() if kind == "cuda" else kind
     sizes = dict.fromkeys(group[0].name or f"T{group[0].shape.T}" for group in cases)
-    words = [machine, record["date"][:10], "bench", *args.op, *sizes, args.label]
+    subject = [args.suite] if args.suite else [*args.op, *sizes]
+    words = [machine, record["date"][:10], "bench", *subject, args.label]
     return "-".join(word for word in words if word)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import wyfold
-from wyfold.cli.catalog import CHUNKED, DELTA_RULES, MODEL, NO_GATE, OPS, RECURRENCES
+from wyfold.cli.catalog import BOUNDED, CHUNKED, DELTA_RULES, MODEL, NO_GATE, OPS, RECURRENCES
 from wyfold.cli.operators import GRADIENT_OF, OPERATOR_SPECS, Arguments, Named, OperatorSpec
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
@@ -24,6 +24,9 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "slow": lambda x: -2e-3 * torch.special.ndtr(x),  # uniform, mean -0.001
 }
 """Gate -> function from standard normal numbers to natural-log decays per token."""
+
+LOWER_BOUND = -5.0
+"""Bound of the gate "bounded"."""
 
 MOST_NUMBERS = 2**40
 """Largest number of elements of one tensor; no device holds as many."""
@@ -66,7 +69,7 @@ class Case:
     Attributes:
         op: Name on the command line, a key of `catalog.OPS`.
         shape: Sizes B, T, H, HV, K, V.
-        gate: One of `GATES`, "model" or "none".
+        gate: One of `GATES`, "model", "bounded" or "none".
         dtype: Dtype of q, k, v and other large tensors. Beta and decays are float32 or wider.
         mode: "fwd", or "fwdbwd" with the gradients of every floating argument.
         seed: Seed of the tensors.
@@ -211,7 +214,9 @@ def gates_of(op: str, gates: Sequence[str]) -> Sequence[str]:
         return (NO_GATE, *(gate for gate in gates if gate in GATES))
     if op.endswith(("gdp", "gla")):  # without an activation inside the operator
         return [gate for gate in gates if gate in GATES]
-    return [gate for gate in gates if gate != NO_GATE] if op.endswith(("gdn", "kda")) else (NO_GATE,)
+    if op.endswith("gdn"):
+        return [gate for gate in gates if gate not in (BOUNDED, NO_GATE)]
+    return [gate for gate in gates if gate != NO_GATE] if op.endswith("kda") else (NO_GATE,)
 
 
 def decode_arguments(arguments: Arguments) -> Arguments:
@@ -270,7 +275,7 @@ class _Tensors:
         q, k = (self.unit(self.per_token(s.H, s.K)).to(self.dtype) for _ in range(2))
         drawn: Arguments = {"q": q, "k": k, "v": self.per_token(s.HV, s.V).to(self.dtype)}
         channels = (s.HV, s.K) if case.op.endswith("kda") else (s.HV,)
-        if case.gate == MODEL:
+        if case.gate in (MODEL, BOUNDED):
             drawn |= self.model_gate(*channels)
         else:
             drawn |= {} if case.gate == NO_GATE else {"g": self.decay(*channels)}
@@ -300,6 +305,7 @@ class _Tensors:
         """Gate and beta as a layer projects them, with the layer's initial parameters."""
         rate, step = (torch.special.ndtr(self.normal(*size)) for size in (channels[:1], channels))
         A_log, dt_bias = inputs.decay_parameters(rate, step)
+        bounded = {"A_log": torch.zeros_like(A_log), "lower_bound": LOWER_BOUND} if self.case.gate == BOUNDED else {}
         return {
             "g": self.per_token(*channels).to(self.dtype),
             "beta": self.per_token(channels[0]).to(self.dtype),
@@ -307,7 +313,7 @@ class _Tensors:
             "dt_bias": dt_bias,
             "use_gate_in_kernel": True,
             "use_beta_sigmoid_in_kernel": True,
-        }
+        } | bounded
 
     def packing(self) -> Arguments:
         lengths = packed_lengths(self.case.name)

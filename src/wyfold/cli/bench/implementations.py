@@ -12,7 +12,7 @@ from torch import Tensor
 import wyfold
 from wyfold import serving
 from wyfold.cli.bench.cases import Case, decode_arguments, gradient_name, leaves
-from wyfold.cli.bench.peers import Adapter, Peer
+from wyfold.cli.bench.peer import Adapter, Peer
 from wyfold.cli.catalog import OPS, OURS, VARIANTS
 from wyfold.cli.operators import NARROW, PER_TOKEN, Arguments, Named, bound, widened
 from wyfold.reference.error import Verdict, judge, rms

@@ -10,8 +10,9 @@ from typing import Any
 
 from wyfold.cli import UsageError
 from wyfold.cli.arguments import add_backend, add_threads, device, found_device, seed_number, whole
-from wyfold.cli.bench.peers import PEERS, Peer
-from wyfold.cli.catalog import BURST, DECAYS, MODEL, NO_GATE, OPS, SHAPES, VARIANTS
+from wyfold.cli.bench.peer import Peer
+from wyfold.cli.bench.peers import PEERS
+from wyfold.cli.catalog import BOUNDED, BURST, DECAYS, MODEL, NO_GATE, OPS, SHAPES, SUITES, VARIANTS
 from wyfold.runtime.choices import CHUNK_SIZES
 
 COMMON = ("delta_rule", "gdn", "kda", "ttt")
@@ -21,6 +22,8 @@ DECODED = "token64"
 """Default shape of decoding."""
 
 MODES = ("fwd", "fwdbwd", "graph")
+DIRECTIONS = "fwd,fwdbwd"
+GATE = "mid"
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 NORMS = ("inside", "outside")
 
@@ -53,6 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     usual = DEVICE_DEFAULTS["cpu"], DEVICE_DEFAULTS["cuda"]
     parser.add_argument("op", nargs="*", metavar="OP", help=f"{', '.join(OPS)} (default: {' '.join(COMMON)})")
     parser.add_argument(
+        "--suite",
+        choices=SUITES,
+        help="the operators, shapes, gates and norms of published models, in both directions, on a GPU from graphs as "
+        "well: table (heads of 128 on a full GPU), groups (several value heads for each key head), widths (other than "
+        "128), prompts (one prompt on few heads), gates (norm, gate and sigmoid given and inside)",
+    )
+    parser.add_argument(
         "--shapes",
         action="append",
         type=_shapes,
@@ -64,10 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--gates",
-        default="mid",
         help="decays of gdn and kda, comma-separated: fast (log decay -2.5 per token on average), mid (-0.8, at least "
         "-5), slow (-0.001), or model (projections as a layer passes them; the operator applies the gate's activation "
-        "and beta's sigmoid) (default: %(default)s)",
+        f"and beta's sigmoid), or bounded (the same, with kda's bounded activation) (default: {GATE})",
     )
     parser.add_argument(
         "--dtype",
@@ -85,8 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--mode",
-        default="fwd,fwdbwd",
-        help="comma-separated: fwd, fwdbwd (with backward), graph (also times a CUDA graph) (default: %(default)s)",
+        help=f"comma-separated: fwd, fwdbwd (with backward), graph (also times a CUDA graph) (default: {DIRECTIONS})",
     )
     parser.add_argument(
         "--chunk", default="64", help="chunk sizes of solve and kkt, comma-separated (default: %(default)s)"
@@ -122,6 +130,21 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cold", action="store_true", help="also time a first call of each implementation, in a process without caches"
     )
+    parser.add_argument(
+        "--compile",
+        type=whole(1, 256),
+        metavar="N",
+        help="before any timing, compile the kernels of all cases in N processes at once",
+    )
+    parser.add_argument(
+        "--budget",
+        type=whole(1),
+        metavar="SECONDS",
+        help="start no case later than this, and compile for half of it at most (default: no limit)",
+    )
+    parser.add_argument(
+        "--resume", type=Path, metavar="FILE", help="keep the rows of this result of the same command, and run the rest"
+    )
     parser.add_argument("--seed", type=seed_number, default=0, help="seed of the inputs (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write JSON and a chart into this folder")
     parser.add_argument("--label", default="", help="last word of the file names in --out")
@@ -134,16 +157,37 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
 
 def parse_lists(args: argparse.Namespace) -> None:
     """Parse the comma-separated options in place and refuse invalid combinations, before torch is imported."""
+    if args.suite:
+        _check_suite(args)
     args.dtype = _names("dtype", args.dtype or "", DTYPES)
-    args.gates, args.mode = _names("gates", args.gates, (*DECAYS, MODEL, NO_GATE)), _names("mode", args.mode, MODES)
+    args.gates = _names("gates", args.gates or GATE, (*DECAYS, MODEL, BOUNDED, NO_GATE))
+    args.mode = _names("mode", args.mode or DIRECTIONS, MODES)
     args.also = _names("also", args.also, VARIANTS)
     args.chunk = [int(size) for size in _names("chunk", args.chunk, [str(size) for size in CHUNK_SIZES])]
     args.op = _names("OP", ",".join(args.op) or ",".join(COMMON), OPS)
-    if MODEL in args.gates and any(op.startswith("decode_") for op in args.op):
+    inside = [gate for gate in args.gates if gate in (MODEL, BOUNDED)]
+    if inside and any(op.startswith("decode_") for op in args.op):
         raise UsageError(
-            "--gates model: decoding is timed with decays that are given; leave out decode_gdn, decode_kda"
+            f"--gates {inside[0]}: decoding is timed with decays that are given; leave out decode_gdn, decode_kda"
         )
     check_peers(args.peers)
+
+
+def _check_suite(args: argparse.Namespace) -> None:
+    """Refuse options that a suite decides.
+
+    Raises:
+        UsageError: one of them was given.
+    """
+    decided = {
+        "OP": args.op,
+        "--shapes": args.shapes,
+        "--gates": args.gates,
+        "--norm": args.norm,
+        "--mode": args.mode,
+    }
+    if given := [option for option, value in decided.items() if value]:
+        raise UsageError(f"--suite {args.suite}: decides {', '.join(decided)}; leave out {', '.join(given)}")
 
 
 def resolve_defaults(args: argparse.Namespace) -> str:
@@ -163,6 +207,11 @@ def resolve_defaults(args: argparse.Namespace) -> str:
     if args.ranks and not launched():
         start = "torchrun --nproc-per-node N -m wyfold bench ..."
         raise UsageError(f"--ranks {args.ranks}: start the processes by {start}")
+    alone = {"suite": args.suite, "compile": args.compile, "budget": args.budget, "resume": args.resume}
+    if launched() and (given := [f"--{name}" for name, value in alone.items() if value]):
+        raise UsageError(f"{', '.join(given)}: for one process, but torchrun started several")
+    if args.suite and kind == "cuda":
+        args.mode = list(MODES)
     if kind != "cuda" and "graph" in args.mode:
         raise UsageError(f"--mode graph: CUDA graphs need a GPU, but the device is {args.device}")
     return kind
@@ -172,15 +221,17 @@ def command_words(args: argparse.Namespace) -> list[str]:
     """Options of a command that repeats this run."""
     import torch
 
-    given = [] if args.default_shapes else args.shapes
+    given = [] if args.default_shapes or args.suite else args.shapes
     shapes = [word for name, sizes in given for word in ("--shapes", name or ",".join(map(str, sizes)))]
-    plain = {
+    chosen = {
         "gates": ",".join(args.gates),
-        "dtype": ",".join(args.dtype),
-        "gate-dtype": args.gate_dtype,
         "norm": args.norm,
         "mode": ",".join(args.mode),
         "chunk": ",".join(map(str, args.chunk)),
+    }
+    plain = ({"suite": args.suite} if args.suite else chosen) | {
+        "dtype": ",".join(args.dtype),
+        "gate-dtype": args.gate_dtype,
         "also": ",".join(args.also),
         "peers": args.peers,
         "ranks": args.ranks,

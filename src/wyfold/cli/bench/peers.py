@@ -10,101 +10,16 @@ the conversion is outside the timed region, and the row says so.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import importlib.util
 import logging
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from wyfold.cli.bench.peer import Adapter, Arguments, Loaded, Peer
 from wyfold.runtime.extras import install_command
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Arguments = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A library's function, imported.
-
-    Attributes:
-        ran: Full name of the function.
-        call: Maps Wyfold's keyword arguments, extended by `prepare`, to the output.
-        prepare: Makes further arguments, once, outside the timed region.
-    """
-
-    ran: str
-    call: Callable[[Arguments], Tensor]
-    prepare: Callable[[Arguments], Arguments] = lambda arguments: {}
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """One way to call an operator of a library.
-
-    Attributes:
-        load: Imports the function.
-        variant: Name of this variant, if the library has several for the operator; else empty.
-        backward: Whether it is differentiable.
-    """
-
-    load: Callable[[], Loaded]
-    variant: str = ""
-    backward: bool = True
-
-
-@dataclass(frozen=True)
-class Peer:
-    """A library to compare with.
-
-    Attributes:
-        name: Name in `--peers`.
-        module: Module to import.
-        install: Command that installs it.
-        adapters: Public operator of Wyfold -> adapters of the library.
-        device: Type of device the library runs on.
-        packages: Packages whose versions are recorded with a result.
-        make_cp_context: (boundaries, process group) -> the library's `cp_context`; None without context parallelism.
-    """
-
-    name: str
-    module: str
-    install: str
-    adapters: Mapping[str, tuple[Adapter, ...]]
-    device: str = "cuda"
-    packages: tuple[str, ...] = ()
-    make_cp_context: Callable[[Tensor, Any], Any] | None = None
-
-    @property
-    def installed(self) -> bool:
-        return importlib.util.find_spec(self.module) is not None
-
-    @property
-    def variants(self) -> list[str]:
-        """Variants of all operators, the values that `with_variant` accepts."""
-        found = (adapter.variant for adapters in self.adapters.values() for adapter in adapters)
-        return list(dict.fromkeys(variant for variant in found if variant))
-
-    def with_variant(self, variant: str) -> Peer:
-        """The peer restricted to one variant of each operator; unrestricted if `variant` is empty."""
-        if not variant:
-            return self
-        kept = {op: tuple(a for a in adapters if a.variant in ("", variant)) for op, adapters in self.adapters.items()}
-        return replace(self, adapters=kept)
-
-    @property
-    def versions(self) -> dict[str, str]:
-        """Installed package -> version."""
-        found = {}
-        for package in self.packages:
-            try:
-                found[package] = importlib.metadata.version(package)
-            except importlib.metadata.PackageNotFoundError:
-                continue
-        return found
 
 
 def _imported(module: str, name: str) -> Callable[..., Any]:
@@ -120,7 +35,7 @@ def _keywords(function: Callable[..., Any], **fixed: Any) -> Callable[[Arguments
     """Call a function that has Wyfold's signature, and return its first result."""
 
     def call(arguments: Arguments) -> Tensor:
-        returned = function(**arguments, **fixed)
+        returned = function(**{**arguments, **fixed})
         return returned[0] if isinstance(returned, tuple) else returned
 
     return call
@@ -239,10 +154,23 @@ def _flattened(arguments: Arguments, *names: str) -> list[Tensor]:
     return [arguments[name].flatten(0, 1) for name in names]
 
 
+def _require_given(arguments: Arguments, *, norm: bool = False) -> None:
+    """Refuse a gate that the operator has to activate, and with `norm` also keys that it has to normalise.
+
+    Raises:
+        NotImplementedError: for such arguments.
+    """
+    if arguments.get("use_gate_in_kernel"):
+        raise NotImplementedError("takes decays that are given, without an activation inside")
+    if norm and arguments.get("use_qk_l2norm_in_kernel"):
+        raise NotImplementedError("takes rows of q and k that are normalised: --norm outside")
+
+
 def _cudnn_kda() -> Loaded:
     kimi_delta_attention = _imported("cudnn.linear_attention", "kimi_delta_attention")
 
     def call(arguments: Arguments) -> Tensor:
+        _require_given(arguments)
         o: Tensor = kimi_delta_attention(
             *_flattened(arguments, "q", "k", "v", "g", "beta"),
             arguments["boundaries"],
@@ -260,6 +188,7 @@ def _flashinfer_gdn() -> Loaded:
     chunk_gated_delta_rule = _imported("flashinfer.gdn_prefill", "chunk_gated_delta_rule")
 
     def prepare(arguments: Arguments) -> Arguments:
+        _require_given(arguments)
         return {"boundaries": _boundaries(arguments), "alpha": arguments["g"].float().exp().flatten(0, 1)}
 
     def call(arguments: Arguments) -> Tensor:
@@ -273,6 +202,44 @@ def _flashinfer_gdn() -> Loaded:
         return o.view_as(arguments["v"])
 
     return Loaded("flashinfer.gdn_prefill.chunk_gated_delta_rule, exp(g) outside", call, prepare)
+
+
+# --- FlashKDA, attention-gym -----------------------------------------------------------------------------------------
+
+
+def _flash_kda() -> Loaded:
+    """Load FlashKDA, which has norm, bounded gate and sigmoid inside, and nothing else."""
+    fwd = _imported("flash_kda", "fwd")
+
+    def call(arguments: Arguments) -> Tensor:
+        inside = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
+        if arguments.get("lower_bound") is None or not all(arguments.get(name) for name in inside):
+            raise NotImplementedError("has norm, bounded gate and sigmoid inside: --gates bounded --norm inside")
+        q, v = arguments["q"], arguments["v"]
+        o = v.new_empty(v.shape)
+        tensors = (q, arguments["k"], v, arguments["g"], arguments["beta"])
+        options = [arguments[name] for name in ("A_log", "dt_bias", "lower_bound")]
+        fwd(*tensors, q.shape[-1] ** -0.5, o, *options, cu_seqlens=arguments.get("cu_seqlens"))
+        return o
+
+    return Loaded("flash_kda.fwd", call)
+
+
+def _attention_gym(name: str) -> Callable[[], Loaded]:
+    """Loader of an operator of attention-gym, which takes normalised keys and decays that are given."""
+
+    def load() -> Loaded:
+        function = _imported("attn_gym.linear", name)
+
+        def call(arguments: Arguments) -> Tensor:
+            _require_given(arguments, norm=True)
+            cu_seqlens = _boundaries(arguments) if "cu_seqlens" in arguments else None
+            o: Tensor = function(*(arguments[of] for of in ("q", "k", "v", "g", "beta")), cu_seqlens=cu_seqlens)[0]
+            return o
+
+        return Loaded(_named(function), call)
+
+    return load
 
 
 PEERS = {
@@ -343,6 +310,23 @@ PEERS = {
             'pip install flashinfer-python "nvidia-cutlass-dsl[cu13]"',
             {"chunk_gated_delta_rule": (Adapter(_flashinfer_gdn, backward=False),)},
             packages=("flashinfer-python", "nvidia-cutlass-dsl"),
+        ),
+        Peer(
+            "flash-kda",
+            "flash_kda",
+            "pip install tokenspeed-flashkda",
+            {"chunk_kda": (Adapter(_flash_kda, backward=False),)},
+            packages=("tokenspeed-flashkda",),
+        ),
+        Peer(
+            "attention-gym",
+            "attn_gym",
+            'pip install "attn-gym[linear]"',
+            {
+                "chunk_gated_delta_rule": (Adapter(_attention_gym("chunk_gdn")),),
+                "chunk_kda": (Adapter(_attention_gym("chunk_kda")),),
+            },
+            packages=("attn-gym", "nvidia-cutlass-dsl"),
         ),
     )
 }

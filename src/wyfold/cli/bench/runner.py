@@ -14,7 +14,8 @@ from wyfold.cli import described, results
 from wyfold.cli.bench import memory, timing
 from wyfold.cli.bench.cases import Case, packed_lengths
 from wyfold.cli.bench.implementations import AccuracyCheck, BenchImplementation, implementations_of, make_call, plan
-from wyfold.cli.bench.peers import PEERS, Peer
+from wyfold.cli.bench.peer import Peer
+from wyfold.cli.bench.peers import PEERS
 from wyfold.cli.catalog import OURS, VARIANTS
 from wyfold.cli.operators import Arguments
 from wyfold.reference.shapes import Shape
@@ -36,6 +37,7 @@ class BenchSession:
         done: Cases finished so far.
         gpu: The GPU to measure on; None before the first case that needs it.
         copy_rate: Bytes per second of a large copy on that GPU; None without a GPU.
+        uncompiled: (case, full name of an implementation) pairs that are not run, because compiling took too long.
     """
 
     def __init__(self, cases: int, rounds: int, graph: bool, cold: bool):
@@ -43,6 +45,7 @@ class BenchSession:
         self.began, self.done = time.perf_counter(), 0
         self.gpu: timing.Gpu | None = None
         self.copy_rate: float | None = None
+        self.uncompiled: set[tuple[Case, str]] = set()
 
     def open_gpu(self, case: Case) -> None:
         """Open the GPU and measure its copy rate when the first case needs it."""
@@ -50,8 +53,13 @@ class BenchSession:
             self.gpu = timing.Gpu()
             self.copy_rate = self.gpu.copy_rate()
 
+    @property
+    def spent(self) -> float:
+        """Seconds since the start of the run."""
+        return time.perf_counter() - self.began
+
     def log(self, line: str) -> None:
-        results.say(f"[{self.done + 1}/{self.cases}, {time.perf_counter() - self.began:.0f} s] {line}")
+        results.say(f"[{self.done + 1}/{self.cases}, {self.spent:.0f} s] {line}")
 
 
 def run_cases(
@@ -155,6 +163,8 @@ def _row(
     }
     if case.backward and not implementation.backward:
         return row | {"refused": "has no backward"}
+    if (case, implementation.ran) in session.uncompiled:
+        return row | {"refused": "not compiled within half of --budget", "failed": implementation.name == OURS}
     try:
         found = checker.check_call(implementation, case.backward, ours=implementation.name == OURS)
         row["launches"] = plan(implementation, case, arguments)
@@ -201,9 +211,8 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     """Answer a request of `_in_other_processes` in this process, which must be fresh."""
     torch.set_num_threads(request.pop("threads"))
     name, ran, what = request.pop("contender"), request.pop("ran"), request.pop("what", "peak")
-    case = Case(**{**request, "shape": Shape(**request["shape"])})
-    peers = [PEERS[name]] if name != OURS else []
-    (implementation,) = (c for c in implementations_of(case, peers, list(VARIANTS)) if c.ran == ran)
+    case = request_case(request)
+    implementation = chosen_implementation(case, name, ran)
     call = make_call(implementation, case, case.arguments())
     if what == "first call":
         if case.backward:
@@ -212,6 +221,18 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         return memory.seconds(call, lambda: wait(case))
     few = replace(case, shape=replace(case.shape, B=1, T=min(case.shape.T, 64)))
     return memory.peak(make_call(implementation, few, few.arguments()), call)
+
+
+def request_case(fields: dict[str, Any]) -> Case:
+    """The case of a request, from the JSON of its fields."""
+    return Case(**{**fields, "shape": Shape(**fields["shape"])})
+
+
+def chosen_implementation(case: Case, contender: str, ran: str) -> BenchImplementation:
+    """The implementation of a request: of Wyfold or of the peer `contender`, with the full name `ran`."""
+    peers = [PEERS[contender]] if contender != OURS else []
+    (implementation,) = (c for c in implementations_of(case, peers, list(VARIANTS)) if c.ran == ran)
+    return implementation
 
 
 def wait(case: Case) -> None:

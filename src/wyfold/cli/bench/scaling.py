@@ -32,7 +32,7 @@ from wyfold.cli.bench.implementations import (
     implementations_of,
     make_call,
 )
-from wyfold.cli.bench.peers import Peer
+from wyfold.cli.bench.peer import Peer
 from wyfold.cli.bench.runner import error_line, release_memory, wait
 from wyfold.cli.catalog import OURS, OVER_RANKS
 from wyfold.cli.distributed import DistributedWorld
