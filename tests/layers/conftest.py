@@ -17,6 +17,7 @@ from wyfold.layers import (
     GatedLinearAttention,
     KimiDeltaAttention,
     PaTHAttention,
+    RWKV7TimeMix,
     SoftmaxAttention,
     TTTLinear,
 )
@@ -32,6 +33,7 @@ MIXERS: dict[str, Callable[[], nn.Module]] = {
     "gated_delta_net2": lambda: GatedDeltaNet2(WIDTH, 2, 4, 16, 8),
     "gated_delta_product": lambda: GatedDeltaProduct(WIDTH, 2, 4, 16, 8),
     "gla": lambda: GatedLinearAttention(WIDTH, 2, 4, 16, 8, decay_rank=4),
+    "rwkv7": lambda: RWKV7TimeMix(WIDTH, 2, 16, 8, decay_rank=4),
     "ttt_linear": lambda: TTTLinear(WIDTH, 2, 4, 16),
     "path": lambda: PaTHAttention(WIDTH, 4, 2, 8, use_forget_gate=True),
     "attention": lambda: SoftmaxAttention(WIDTH, 4, 2, 8),

@@ -16,6 +16,7 @@ MIXERS = {
     layers.GatedDeltaNet: ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "rms_norm_gated"),
     layers.KimiDeltaAttention: ("chunk_kda", "fused_recurrent_kda", "rms_norm_gated"),
     layers.PaTHAttention: ("parallel_path_attn", "l2norm"),
+    layers.RWKV7TimeMix: ("chunk_rwkv7", "fused_recurrent_rwkv7", "l2norm"),
     layers.TTTLinear: ("chunk_ttt_linear", "fused_recurrent_ttt_linear"),
 }
 

@@ -26,6 +26,7 @@ MIXERS = {
     "gdn": lambda: layers.GatedDeltaNet(16, H, head_dim=K),
     "kda": lambda: layers.KimiDeltaAttention(16, H, head_dim=K),
     "ttt_linear": lambda: layers.TTTLinear(16, H, head_dim=K),
+    "rwkv7": lambda: layers.RWKV7TimeMix(16, H, head_dim=K),
     "path_attention": lambda: layers.PaTHAttention(16, H, head_dim=K, use_forget_gate=True),
     "attention": lambda: layers.SoftmaxAttention(16, H, head_dim=K),
     "window": lambda: layers.SoftmaxAttention(16, H, head_dim=K, window=5),

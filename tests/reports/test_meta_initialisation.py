@@ -23,7 +23,7 @@ from wyfold.models import Decoder, DecoderConfig
 CONFIG = DecoderConfig(
     hidden_size=48,
     num_layers=6,
-    pattern="gdn kda ttt_linear delta_net attention kda",
+    pattern="gdn kda ttt_linear rwkv7 attention kda",
     num_heads=2,
     head_dim=16,
     tied=False,
@@ -37,6 +37,7 @@ MODULES = {
     "TTTLinear": lambda: layers.TTTLinear(48, 2, head_dim=16),
     "TTTLinear, plain": lambda: layers.TTTLinear(48, 2, head_dim=16, conv_size=None, gated=False),
     "PaTHAttention": lambda: layers.PaTHAttention(48, 2, use_forget_gate=True, use_qk_norm=True, conv_bias=True),
+    "RWKV7TimeMix": lambda: layers.RWKV7TimeMix(48, 3, head_dim=16, layer_idx=1, num_layers=3),
     "SoftmaxAttention": lambda: layers.SoftmaxAttention(48, 2, head_dim=16),
     "ShortConvolution": lambda: layers.ShortConvolution(48, bias=True),
     "GatedRMSNorm": lambda: layers.GatedRMSNorm(48),

@@ -11,6 +11,7 @@ from wyfold.layers.gla import GatedLinearAttention
 from wyfold.layers.kda import KimiDeltaAttention
 from wyfold.layers.norm import GatedRMSNorm
 from wyfold.layers.path_attention import PaTHAttention
+from wyfold.layers.rwkv7 import RWKV7TimeMix
 from wyfold.layers.ttt_linear import TTTLinear
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "LayerPool",
     "PaTHAttention",
     "PooledCache",
+    "RWKV7TimeMix",
     "ShortConvolution",
     "SoftmaxAttention",
     "TTTLinear",

@@ -27,6 +27,9 @@ KEPT_RESULTS = frozenset(
     | {"aten._scaled_dot_product_flash_attention_for_cpu"}
 )
 
+VALUE_RESIDUAL = frozenset({"rwkv7"})
+"""Mixers that blend in the values of the first one of their kind."""
+
 _HOOKED = {"respect_saved_tensors_hooks": True}
 HOOKED = _HOOKED if inspect.signature(checkpoint).parameters.keys() >= _HOOKED.keys() else {}
 """Option of `checkpoint`: hooks such as `save_on_cpu` see the kept results, too. torch has it from 2.14 on."""
@@ -37,10 +40,11 @@ class Block(nn.Module):
 
     recomputed: str | None = None  # set by `Decoder.recompute`
 
-    def __init__(self, config: DecoderConfig, name: str, backend: str | None):
+    def __init__(self, config: DecoderConfig, number: int, name: str, backend: str | None):
         super().__init__()
+        self.has_value_residual = name in VALUE_RESIDUAL
         self.mixer_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mixer = config.mixer(name, backend=backend)
+        self.mixer = config.mixer(name, backend=backend, number=number)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.mlp_size or -(-config.hidden_size // 6) * 16)
 
@@ -50,19 +54,35 @@ class Block(nn.Module):
         layout: SequenceLayout | None,
         cache: LayerCache | LayerPool | None,
         cp_context: ContextParallel | None = None,
-    ) -> Tensor:
+        first_value: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Mix tokens and channels.
+
+        Args:
+            x: [B, T, hidden_size].
+            layout, cache, cp_context: As of the mixer.
+            first_value: Values of the first mixer with a value residual; None up to its own block. Mixers without a
+                value residual do not use it.
+
+        Returns:
+            x: [B, T, hidden_size].
+            first_value: Only from a mixer with a value residual; for the next such block.
+        """
         if (
             self.recomputed is None
             or cache is not None
             or not torch.is_grad_enabled()
             or exporting()  # an exported program has no checkpoints; its results are the same
         ):
-            return self._mixed(x, layout, cache, cp_context)
+            return self._mixed(x, layout, cache, cp_context, first_value)
         # Checkpoint inside the block's forward, so that a sharding wrapper gathers parameters for the recomputation.
         selective: dict[str, Any] = {}
         if self.recomputed == "selective":  # omitted otherwise: compilers cannot trace the eager context function
             selective = {"context_fn": partial(create_selective_checkpoint_contexts, _kept), **HOOKED}
-        return checkpoint(self._mixed, x, layout, None, cp_context, use_reentrant=False, **selective)
+        mixed: Tensor | tuple[Tensor, Tensor] = checkpoint(
+            self._mixed, x, layout, None, cp_context, first_value, use_reentrant=False, **selective
+        )
+        return mixed
 
     def _mixed(
         self,
@@ -70,9 +90,15 @@ class Block(nn.Module):
         layout: SequenceLayout | None,
         cache: LayerCache | LayerPool | None,
         cp_context: ContextParallel | None,
-    ) -> Tensor:
-        x = x + self.mixer(self.mixer_norm(x), layout=layout, cache=cache, cp_context=cp_context)
-        return x + self.mlp(self.mlp_norm(x))
+        first_value: Tensor | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        where: dict[str, Any] = {"layout": layout, "cache": cache, "cp_context": cp_context}
+        if not self.has_value_residual:
+            x = x + self.mixer(self.mixer_norm(x), **where)
+            return x + self.mlp(self.mlp_norm(x))
+        y, first_value = self.mixer(self.mixer_norm(x), **where, first_value=first_value, return_value=True)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), first_value
 
 
 def _kept(context: Any, operator: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:

@@ -22,6 +22,7 @@ MIXERS: dict[str, type[nn.Module]] = {
     "gated_delta_net2": layers.GatedDeltaNet2,
     "gated_delta_product": layers.GatedDeltaProduct,
     "gla": layers.GatedLinearAttention,
+    "rwkv7": layers.RWKV7TimeMix,
     "ttt_linear": layers.TTTLinear,
     "path_attention": layers.PaTHAttention,
     "attention": layers.SoftmaxAttention,
@@ -44,7 +45,7 @@ class DecoderConfig:
         num_layers: Number of blocks.
         pattern: Names of mixers with optional counts, such as "kda*3 attention", repeated to num_layers. Names:
             delta_net, gated_delta_net (gdn), kda, gated_delta_net2 (gdn2), gated_delta_product (gdp), gla,
-            ttt_linear, path_attention, attention.
+            rwkv7, ttt_linear, path_attention, attention.
         num_heads, num_v_heads, head_dim, head_v_dim, conv_size: Passed to every mixer that has such an argument.
         mlp_size: Inner width of the MLP. None: 8/3 of hidden_size, rounded up to a multiple of 16.
         tied: Use the embedding as the output matrix.
@@ -100,13 +101,22 @@ class DecoderConfig:
         period = parse(self.pattern)
         return tuple(period[i % len(period)] for i in range(self.num_layers))
 
-    def mixer(self, name: str, *, backend: str | None = None) -> nn.Module:
-        """A new mixer of that name, with its operators on `backend`."""
+    def mixer(self, name: str, *, backend: str | None = None, number: int | None = None) -> nn.Module:
+        """A new mixer.
+
+        Args:
+            name: Canonical name.
+            backend: Backend of its operators.
+            number: Number of its block. None: that of the first block with such a mixer.
+        """
         shared = ("hidden_size", "num_heads", "num_v_heads", "head_dim", "head_v_dim", "conv_size")
         known = inspect.signature(MIXERS[name]).parameters
         arguments = {field: getattr(self, field) for field in shared if field in known}
         if "backend" in known:  # softmax attention has none: it is PyTorch's on every device
             arguments["backend"] = backend
+        if "layer_idx" in known and number is not None:  # counted among the layers of this kind
+            arguments["layer_idx"] = self.layers[:number].count(name)
+            arguments["num_layers"] = self.layers.count(name)
         return MIXERS[name](**arguments | dict(self.options.get(name, {})))
 
     def _check_mixer(self, name: str) -> None:
@@ -202,7 +212,8 @@ def _check_options(mixer: str, options: Mapping[str, Any]) -> None:
     name = canonical("options", mixer)
     if not isinstance(options, Mapping):
         raise TypeError(f"DecoderConfig: options[{mixer!r}] must map names to values, got {type(options).__name__}")
-    elsewhere = ("hidden_size", "backend")  # set for all layers; an argument of the decoder, never stored
+    # Set for all layers; an argument of the decoder, never stored; set by the position in the pattern.
+    elsewhere = ("hidden_size", "backend", "layer_idx", "num_layers")
     known = [option for option in inspect.signature(MIXERS[name]).parameters if option not in elsewhere]
     for option in options:
         if option not in known:

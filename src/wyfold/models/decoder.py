@@ -57,12 +57,12 @@ class Decoder(nn.Module):
         self.config, self.backend = config, backend
         embedding = TiedEmbedding if config.tied else nn.Embedding
         self.embedding = embedding(config.vocab_size, config.hidden_size)
-        self.blocks = nn.ModuleList(Block(config, name, backend) for name in config.layers)
+        self.blocks = nn.ModuleList(Block(config, number, name, backend) for number, name in enumerate(config.layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.head = None if config.tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                writers = 2 * len(self.blocks) if name.endswith((".mixer.out", ".mlp.out")) else 1
+                writers = 2 * len(self.blocks) if name.endswith((".mixer.out", ".mixer.o_proj", ".mlp.out")) else 1
                 set_normal_initial(module, std=0.02 / writers**0.5)
                 module.reset_parameters()
 
@@ -346,8 +346,10 @@ class Decoder(nn.Module):
     ) -> Tensor:
         x = self.embedding(ids)
         caches: Sequence[Any] = [None] * len(self.blocks) if cache is None else cache.layers
+        first_value = None
         for block, layer_cache in zip(self.blocks, caches, strict=True):
-            x = block(x, layout, layer_cache, cp_context)
+            found = block(x, layout, layer_cache, cp_context, first_value)
+            x, first_value = found if isinstance(found, tuple) else (found, first_value)
         return self.norm(x)
 
     def _logits(self, hidden: Tensor) -> Tensor:

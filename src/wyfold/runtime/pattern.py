@@ -11,6 +11,7 @@ MIXERS = (
     "gated_delta_net2",
     "gated_delta_product",
     "gla",
+    "rwkv7",
     "ttt_linear",
     "path_attention",
     "attention",

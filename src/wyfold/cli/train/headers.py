@@ -20,6 +20,7 @@ RANDOM = "random_state"
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 MARKS = {
+    "rwkv7": "r_k",
     "ttt_linear": "token_step",
     "path_attention": "bt_proj.weight",
     "gla": "decay_up.bias",
