@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from wyfold.tile.index.gluon import barrier, gluon_descriptors, tma_load, tma_store
-from wyfold.tile.index.triton import tile_descriptor
+from wyfold.tile.index.triton.descriptors import tile_descriptor
 
 # --- shipped kernels without one of their synchronisations -----------------------------------------------------------
 

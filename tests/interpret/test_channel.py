@@ -11,15 +11,18 @@ from wyfold.reference.error import judge, require
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 tl = pytest.importorskip("triton.language", reason="Triton is not installed")
-tile = pytest.importorskip("wyfold.tile.decay.channel.triton", reason="Triton is not installed")
+adjoint = pytest.importorskip("wyfold.tile.decay.channel.triton.adjoint", reason="Triton is not installed")
+near_pairs = pytest.importorskip("wyfold.tile.decay.channel.triton.near_pairs", reason="Triton is not installed")
 index = pytest.importorskip("wyfold.tile.index.triton", reason="Triton is not installed")
+sub_chunks = pytest.importorskip("wyfold.tile.index.triton.sub_chunks", reason="Triton is not installed")
 dot = pytest.importorskip("wyfold.tile.dot.triton", reason="Triton is not installed")
 
-NEAR, LOG2_E = tile.NEAR, 1.4426950408889634
-channel_bwd, store_near_pairs = tile.channel_bwd, tile.store_near_pairs
-PairMemory, PairRows = tile.PairMemory, tile.PairRows
+NEAR, LOG2_E = near_pairs.NEAR, 1.4426950408889634
+channel_bwd, store_near_pairs = adjoint.channel_bwd, near_pairs.store_near_pairs
+PairMemory, PairRows = adjoint.PairMemory, adjoint.PairRows
 TokenRows = index.TokenRows
-load_sub_chunks, store_sub_chunks, load_tile = index.load_sub_chunks, index.store_sub_chunks, index.load_tile
+load_sub_chunks, store_sub_chunks = sub_chunks.load_sub_chunks, sub_chunks.store_sub_chunks
+load_tile = index.load_tile
 FLOOR, K = -104.0, 64
 MOST = 1e-6  # relative, in float32: a few dozen roundings
 
@@ -87,12 +90,12 @@ def test_the_adjoint(gate: str, C: int, device: torch.device):
     truth = torch.autograd.grad(loss(*leaves, *(x.double() for x in (dJ, dP, rows, carried))), leaves)
 
     pairs = torch.stack([dJ + dJ.mT, dP, dP.mT], 1).contiguous().to(device)
-    near, out = torch.full((N, C, tile.NEAR, 2), torch.nan), torch.full((N, 3, C, K), torch.nan)
+    near, out = torch.full((N, C, near_pairs.NEAR, 2), torch.nan), torch.full((N, 3, C, K), torch.nan)
     near, out = near.to(device), out.to(device)
     adjoint[(N,)](
         *(x.to(device) for x in (q, k, g)), pairs, dJ.mT.contiguous().to(device), near, rows.to(device),
         carried.to(device), out, (C * K, K, 0, 1), 0,
-        BT=C, K=K, NEAR=tile.NEAR, PRECISION=dot.precision(torch.float32), num_warps=C // tile.NEAR,
+        BT=C, K=K, NEAR=near_pairs.NEAR, PRECISION=dot.precision(torch.float32), num_warps=C // near_pairs.NEAR,
     )  # fmt: skip
     require(*(judge(out[:, i].cpu(), truth[i], target=MOST, name=name) for i, name in enumerate(("dq", "dk", "dg"))))
     # Nothing passes a reset, so the gradient of its gate is exactly zero.

@@ -23,7 +23,7 @@ from wyfold.reference import inputs  # noqa: E402
 from wyfold.reference.shapes import Shape  # noqa: E402
 from wyfold.runtime.chunk_layout import ChunkGrid, chunk_grid  # noqa: E402
 from wyfold.runtime.options import DeltaOptions  # noqa: E402
-from wyfold.tile.index import triton as index  # noqa: E402
+from wyfold.tile.index.triton import descriptors as index  # noqa: E402
 
 FORMS = [("delta_rule", False), ("gated_delta_rule", False), ("gated_delta_rule", True), ("kda", True)]
 CUTS = {

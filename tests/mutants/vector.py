@@ -159,7 +159,7 @@ TILE = (
     ),
     Mutant(
         "a kernel's mask leaves out two quarters of a triangular tile",
-        "tile/index/triton.py",
+        "tile/index/triton/__init__.py",
         "upper_offsets",
         "<= (o_w // n)[None, :]",
         "< (o_w // n)[None, :]",
@@ -168,7 +168,7 @@ TILE = (
     ),
     Mutant(
         "a skipped sequence writes its state",
-        "tile/index/triton.py",
+        "tile/index/triton/slots.py",
         "slot_coords",
         "live & (i_to > pad)",
         "(i_to > pad)",

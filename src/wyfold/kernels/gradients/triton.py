@@ -16,50 +16,39 @@ from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.runtime.triton_support import interpreting
-from wyfold.tile.decay.channel.triton import PairMemory, PairRows, channel_bwd, store_near_pairs, sub_chunk_gate
-from wyfold.tile.decay.triton import (
-    FLOOR,
-    NEAR,
-    Gate,
+from wyfold.tile.decay.channel.triton import sub_chunk_gate
+from wyfold.tile.decay.channel.triton.adjoint import PairMemory, PairRows, channel_bwd
+from wyfold.tile.decay.channel.triton.near_pairs import store_near_pairs
+from wyfold.tile.decay.triton import FLOOR, NEAR, Gate, gate_flags, gate_width, load_gate, running_sum, scalar_rows
+from wyfold.tile.decay.triton.gradient import (
     GateGradient,
-    gate_flags,
-    gate_width,
     interval_sum,
-    load_gate,
     log_gate_bwd,
-    pair_decay,
-    running_sum,
-    scalar_rows,
     state_gate_gradient,
     store_gate_gradient,
 )
+from wyfold.tile.decay.triton.pairs import pair_decay
 from wyfold.tile.dot.triton import NARROWEST, contracts, exact, mm, operand, precision, workspace
 from wyfold.tile.index.triton import (
     Packing,
-    Strength,
     TokenRows,
-    all_or_none,
     chunk_span,
-    has_tma,
-    load_strength,
-    load_sub_chunks,
     load_tile,
-    load_tile_block,
-    load_tile_sub_chunks,
-    load_token_block,
     load_tokens,
-    prefetch_tile,
-    prefetch_tokens,
-    store_sub_chunks,
     store_tile,
-    store_token_block,
     store_token_scalars,
-    store_token_sub_chunks,
     store_tokens,
-    strength_bwd,
     strides,
-    tile_descriptor,
-    token_descriptor,
+)
+from wyfold.tile.index.triton.blocks import load_tile_block, load_token_block, store_token_block
+from wyfold.tile.index.triton.descriptors import all_or_none, has_tma, tile_descriptor, token_descriptor
+from wyfold.tile.index.triton.prefetch import prefetch_tile, prefetch_tokens
+from wyfold.tile.index.triton.strength import Strength, load_strength, strength_bwd
+from wyfold.tile.index.triton.sub_chunks import (
+    load_sub_chunks,
+    load_tile_sub_chunks,
+    store_sub_chunks,
+    store_token_sub_chunks,
 )
 
 

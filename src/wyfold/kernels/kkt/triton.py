@@ -13,18 +13,19 @@ from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import LaunchKey, dtype_word, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.decay.channel.triton import add_far_key_gram, add_key_gram, beyond_reach, exact_sums
-from wyfold.tile.decay.triton import FLOOR, Gate, gate_flags, gate_kind, interval_decay, load_gate
+from wyfold.tile.decay.triton import FLOOR, Gate, gate_flags, gate_kind, load_gate
+from wyfold.tile.decay.triton.pairs import interval_decay
 from wyfold.tile.dot.triton import contracts, exact, operand, precision, self_products, self_sum
 from wyfold.tile.index.triton import (
     Packing,
     TokenRows,
     chunk_span,
-    load_sub_chunks,
     load_token_scalars,
     load_tokens,
     store_tokens,
     strides,
 )
+from wyfold.tile.index.triton.sub_chunks import load_sub_chunks
 
 FAR = 16
 """Channels of a slice where gates exceed an anchor's reach: few, so that the common case keeps its registers."""

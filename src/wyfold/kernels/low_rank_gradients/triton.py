@@ -30,10 +30,11 @@ from wyfold.tile.columns.triton import (
     load_rows,
     load_values,
 )
-from wyfold.tile.decay.channel.triton import PairMemory, PairRows, channel_bwd, store_near_pairs, sub_chunk_gate
-from wyfold.tile.decay.triton import (
-    NEAR,
-    Gate,
+from wyfold.tile.decay.channel.triton import sub_chunk_gate
+from wyfold.tile.decay.channel.triton.adjoint import PairMemory, PairRows, channel_bwd
+from wyfold.tile.decay.channel.triton.near_pairs import store_near_pairs
+from wyfold.tile.decay.triton import NEAR, Gate
+from wyfold.tile.decay.triton.gradient import (
     GateGradient,
     channel_gradient,
     log_gate_bwd,
@@ -43,17 +44,17 @@ from wyfold.tile.decay.triton import (
 from wyfold.tile.dot.triton import NARROWEST, contracts, mm, operand, precision, workspace
 from wyfold.tile.index.triton import (
     Packing,
-    Strength,
     TokenRows,
     chunk_span,
     load_tile,
     load_tokens,
     store_tile,
     store_token_scalars,
-    store_token_sub_chunks,
     store_tokens,
     strides,
 )
+from wyfold.tile.index.triton.strength import Strength
+from wyfold.tile.index.triton.sub_chunks import store_token_sub_chunks
 from wyfold.tile.norm.eager import l2norm, l2norm_bwd
 
 

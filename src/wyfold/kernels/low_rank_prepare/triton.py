@@ -41,19 +41,9 @@ from wyfold.tile.decay.channel.triton import (
 )
 from wyfold.tile.decay.triton import FLOOR, Gate, as_channels
 from wyfold.tile.dot.triton import NARROWEST, contracts, exact, mm_exact, operand, precision, workspace
-from wyfold.tile.index.triton import (
-    Packing,
-    Strength,
-    TokenRows,
-    chunk_span,
-    load_strength,
-    store_sub_chunks,
-    store_tile,
-    store_token_sub_chunks,
-    store_tokens,
-    store_upper,
-    strides,
-)
+from wyfold.tile.index.triton import Packing, TokenRows, chunk_span, store_tile, store_tokens, store_upper, strides
+from wyfold.tile.index.triton.strength import Strength, load_strength
+from wyfold.tile.index.triton.sub_chunks import store_sub_chunks, store_token_sub_chunks
 from wyfold.tile.inverse.triton import inverse_transposed
 
 

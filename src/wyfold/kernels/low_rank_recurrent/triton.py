@@ -22,7 +22,6 @@ from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.columns.triton import RuleRows, Values
 from wyfold.tile.decay.triton import Gate, load_token_gate, load_token_parameters, token_decay
 from wyfold.tile.index.triton import (
-    Strength,
     TokenRows,
     load_token_number,
     load_token_row,
@@ -30,6 +29,7 @@ from wyfold.tile.index.triton import (
     store_tokens,
     strides,
 )
+from wyfold.tile.index.triton.strength import Strength
 from wyfold.tile.norm.triton import normalised, vector_sum
 from wyfold.tile.state.triton import key_sum, slot_offsets
 

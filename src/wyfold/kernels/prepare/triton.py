@@ -21,35 +21,23 @@ from wyfold.tile.decay.channel.triton import (
     sums_after,
     sums_between,
 )
-from wyfold.tile.decay.triton import (
-    FLOOR,
-    Gate,
-    decayed_grams_transposed,
-    gate_flags,
-    gate_kind,
-    load_gate,
-    running_sum,
-    scalar_rows,
-)
+from wyfold.tile.decay.triton import FLOOR, Gate, gate_flags, gate_kind, load_gate, running_sum, scalar_rows
+from wyfold.tile.decay.triton.pairs import decayed_grams_transposed
 from wyfold.tile.dot.triton import NARROWEST, contracts, exact, mm_exact, operand, precision, workspace
 from wyfold.tile.index.triton import (
     Packing,
-    Strength,
     TokenRows,
-    all_or_none,
     chunk_span,
-    has_tma,
-    load_strength,
-    load_sub_chunks,
-    load_token_block,
     load_tokens,
-    store_sub_chunks,
     store_tile,
     store_tokens,
     store_upper,
     strides,
-    token_descriptor,
 )
+from wyfold.tile.index.triton.blocks import load_token_block
+from wyfold.tile.index.triton.descriptors import all_or_none, has_tma, token_descriptor
+from wyfold.tile.index.triton.strength import Strength, load_strength
+from wyfold.tile.index.triton.sub_chunks import load_sub_chunks, store_sub_chunks
 from wyfold.tile.inverse.triton import inverse_transposed, inverse_transposed_whole, nonzero_beta
 from wyfold.tile.norm.triton import reciprocal_norm
 

@@ -25,7 +25,8 @@ from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.triton import exp, sigmoid
 from wyfold.tile.decay.triton import FLOOR, Gate, activated, gate_flags, load_gate_parameters
-from wyfold.tile.index.triton import Strength, load_token_number, strides
+from wyfold.tile.index.triton import load_token_number, strides
+from wyfold.tile.index.triton.strength import Strength
 from wyfold.tile.norm.triton import normalised, vector_sum
 from wyfold.tile.state.gluon import column_layout, copy_state_async, key_sums, store_written
 

@@ -59,21 +59,17 @@ from wyfold.tile.index.gluon import (
     tma_load_upper,
     tma_store,
 )
-from wyfold.tile.index.triton import (
-    Packing,
-    TokenRows,
+from wyfold.tile.index.triton import Packing, TokenRows, sequence_span, strides
+from wyfold.tile.index.triton.descriptors import (
     all_or_none,
     require_descriptors,
-    segment_coords,
-    sequence_span,
-    slot_coords,
-    strides,
     tile_descriptor,
     tma_readable,
     token_descriptor,
     upper_descriptor,
     vector_descriptor,
 )
+from wyfold.tile.index.triton.slots import segment_coords, slot_coords
 from wyfold.tile.state.gluon import state_offsets
 
 

@@ -32,25 +32,16 @@ from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned, with_occ
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.dot.triton import contracts, mm, operand, precision
-from wyfold.tile.index.triton import (
-    Packing,
-    TokenRows,
+from wyfold.tile.index.triton import Packing, TokenRows, load_upper, load_vector, sequence_span, store_tokens, strides
+from wyfold.tile.index.triton.blocks import load_row_factors, load_tile_block, load_token_block
+from wyfold.tile.index.triton.descriptors import (
     all_or_none,
     has_tma,
-    load_row_factors,
-    load_tile_block,
-    load_token_block,
-    load_upper,
-    load_vector,
-    segment_coords,
-    sequence_span,
-    slot_coords,
-    store_tokens,
-    strides,
     tile_descriptor,
     token_descriptor,
     vector_descriptor,
 )
+from wyfold.tile.index.triton.slots import segment_coords, slot_coords
 from wyfold.tile.state.triton import StateAt, advance, load_end, read, residual, store_state
 
 

@@ -56,19 +56,17 @@ from wyfold.tile.index.gluon import (
     tma_load_upper,
     tma_store,
 )
-from wyfold.tile.index.triton import (
-    Packing,
+from wyfold.tile.index.triton import Packing, sequence_span, strides
+from wyfold.tile.index.triton.descriptors import (
     all_or_none,
     require_descriptors,
-    segment_coords,
-    sequence_span,
-    strides,
     tile_descriptor,
     tma_readable,
     token_descriptor,
     upper_descriptor,
     vector_descriptor,
 )
+from wyfold.tile.index.triton.slots import segment_coords
 from wyfold.tile.inverse.triton import nonzero_beta
 
 

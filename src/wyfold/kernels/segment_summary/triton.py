@@ -28,23 +28,16 @@ from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.horizon.triton import chunks_in_reach
 from wyfold.tile.dot.triton import contracts, mm, operand, precision
-from wyfold.tile.index.triton import (
-    Packing,
-    TokenRows,
+from wyfold.tile.index.triton import Packing, TokenRows, load_upper, load_vector, sequence_span, strides
+from wyfold.tile.index.triton.blocks import load_row_factors, load_tile_block, load_token_block
+from wyfold.tile.index.triton.descriptors import (
     all_or_none,
     has_tma,
-    load_row_factors,
-    load_tile_block,
-    load_token_block,
-    load_upper,
-    load_vector,
-    segment_coords,
-    sequence_span,
-    strides,
     tile_descriptor,
     token_descriptor,
     vector_descriptor,
 )
+from wyfold.tile.index.triton.slots import segment_coords
 from wyfold.tile.inverse.triton import nonzero_beta
 from wyfold.tile.state.triton import advance, load_state, residual, retreat, store_state
 

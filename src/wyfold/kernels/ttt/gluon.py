@@ -47,7 +47,8 @@ from wyfold.runtime.kernel_configs import tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.dot.triton import bf16_parts
 from wyfold.tile.index.gluon import barrier, clear_rows, gluon_descriptors, tma_load
-from wyfold.tile.index.triton import Packing, TmaDescriptor, sequence_span, strides, token_descriptor
+from wyfold.tile.index.triton import Packing, sequence_span, strides
+from wyfold.tile.index.triton.descriptors import TmaDescriptor, token_descriptor
 from wyfold.tile.inner.triton import add_five
 from wyfold.tile.state.gluon import state_offsets
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from wyfold.tile.index.triton import TokenRows, load_sub_chunks, load_tokens
+from wyfold.tile.index.triton import TokenRows, load_tokens
+from wyfold.tile.index.triton.sub_chunks import load_sub_chunks
 
 
 class RuleRows(NamedTuple):

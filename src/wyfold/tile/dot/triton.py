@@ -102,18 +102,7 @@ def _remainder(a, by, rounded):
 def mm_exact(a, b, acc, EXACT: tl.constexpr):
     """acc + a b of unrounded operands of any float dtype; bfloat16 needs one part. Small products are added first."""
     if EXACT == "bf16x3":
-        if a.dtype == tl.bfloat16:
-            b_high, b_low = bf16_parts(b)
-            return tl.dot(a, b_high, tl.dot(a, b_low, acc))
-        elif b.dtype == tl.bfloat16:
-            a_high, a_low = bf16_parts(a)
-            return tl.dot(a_high, b, tl.dot(a_low, b, acc))
-        else:
-            a_high, a_low = bf16_parts(a)
-            b_high, b_low = bf16_parts(b)
-            acc = tl.dot(a_low, b_high, acc)
-            acc = tl.dot(a_high, b_low, acc)
-            return tl.dot(a_high, b_high, acc)
+        return _mm_bf16_parts(a, b, acc)
     elif EXACT == "bf16x6":
         b_high, b_mid, b_low = bf16_thirds(b)
         if a.dtype == tl.bfloat16:
@@ -134,6 +123,23 @@ def mm_exact(a, b, acc, EXACT: tl.constexpr):
         return tl.dot(a_high, b_high, acc, input_precision=TF32)
     else:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision=EXACT)
+
+
+@triton.jit
+def _mm_bf16_parts(a, b, acc):
+    """`mm_exact` of two bfloat16 parts of each operand that is not bfloat16."""
+    if a.dtype == tl.bfloat16:
+        b_high, b_low = bf16_parts(b)
+        return tl.dot(a, b_high, tl.dot(a, b_low, acc))
+    elif b.dtype == tl.bfloat16:
+        a_high, a_low = bf16_parts(a)
+        return tl.dot(a_high, b, tl.dot(a_low, b, acc))
+    else:
+        a_high, a_low = bf16_parts(a)
+        b_high, b_low = bf16_parts(b)
+        acc = tl.dot(a_low, b_high, acc)
+        acc = tl.dot(a_high, b_low, acc)
+        return tl.dot(a_high, b_high, acc)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from wyfold.tile.index.triton import TmaDescriptor
+from wyfold.tile.index.triton.descriptors import TmaDescriptor
 
 # Triton 3.7 and 3.8 renamed the first three of these functions, and 3.9 the last two. A reinterpretation must have the
 # size of its source from 3.8 on: a view of the first half is `reinterpret(x, dtype, [2, ...], layout).index(0)`.

@@ -97,9 +97,12 @@ from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.triton import LOG2_E, exp, sigmoid, sigmoid_bwd
-from wyfold.tile.decay.triton import FLOOR, Gate, GateGradient, activated, activated_bwd
+from wyfold.tile.decay.triton import FLOOR, Gate, activated
+from wyfold.tile.decay.triton.gradient import GateGradient, activated_bwd
 from wyfold.tile.index.gluon import ELEMENTS, barrier, clear_rows, gluon_descriptors, reinterpret, tma_load
-from wyfold.tile.index.triton import Packing, Strength, chunk_span, strides, tile_descriptor, token_descriptor
+from wyfold.tile.index.triton import Packing, chunk_span, strides
+from wyfold.tile.index.triton.descriptors import tile_descriptor, token_descriptor
+from wyfold.tile.index.triton.strength import Strength
 
 
 def gradients(

@@ -74,19 +74,16 @@ from wyfold.tile.index.gluon import (
     tma_store_upper,
     token_tile,
 )
-from wyfold.tile.index.triton import (
-    Packing,
-    Strength,
+from wyfold.tile.index.triton import Packing, TokenRows, chunk_span, strides
+from wyfold.tile.index.triton.descriptors import (
     TmaDescriptor,
-    TokenRows,
     all_or_none,
-    chunk_span,
     require_descriptors,
-    strides,
     tile_descriptor,
     token_descriptor,
     upper_descriptor,
 )
+from wyfold.tile.index.triton.strength import Strength
 from wyfold.tile.inverse.gluon import invert_columns, invert_diagonal_blocks, join4_columns
 from wyfold.tile.inverse.triton import nonzero_beta
 

@@ -51,17 +51,9 @@ from wyfold.tile.index.gluon import (
     tma_store_upper,
     token_tile,
 )
-from wyfold.tile.index.triton import (
-    Packing,
-    Strength,
-    TokenRows,
-    all_or_none,
-    chunk_span,
-    require_descriptors,
-    strides,
-    token_descriptor,
-    upper_descriptor,
-)
+from wyfold.tile.index.triton import Packing, TokenRows, chunk_span, strides
+from wyfold.tile.index.triton.descriptors import all_or_none, require_descriptors, token_descriptor, upper_descriptor
+from wyfold.tile.index.triton.strength import Strength
 from wyfold.tile.inverse.gluon import (
     concat4_columns,
     invert_columns,

@@ -15,7 +15,8 @@ from wyfold.runtime.kernel_configs import tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.triton import FLOOR, Gate, gate_flags, gate_width, load_token_parameters
-from wyfold.tile.index.triton import Strength, TokenRows, load_token_row, store_token_row, store_tokens, strides
+from wyfold.tile.index.triton import TokenRows, load_token_row, store_token_row, store_tokens, strides
+from wyfold.tile.index.triton.strength import Strength
 from wyfold.tile.state.triton import slot_offsets, token_step, token_step_bwd
 
 

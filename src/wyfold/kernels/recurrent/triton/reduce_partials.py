@@ -14,26 +14,10 @@ from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
-from wyfold.tile.decay.triton import (
-    FLOOR,
-    NEAR,
-    Gate,
-    GateGradient,
-    gate_flags,
-    gate_width,
-    load_raw_gate,
-    log_gate_bwd,
-    store_gate_gradient,
-)
-from wyfold.tile.index.triton import (
-    Strength,
-    TokenRows,
-    load_tokens,
-    store_token_scalars,
-    store_tokens,
-    strength_bwd,
-    strides,
-)
+from wyfold.tile.decay.triton import FLOOR, NEAR, Gate, gate_flags, gate_width, load_raw_gate
+from wyfold.tile.decay.triton.gradient import GateGradient, log_gate_bwd, store_gate_gradient
+from wyfold.tile.index.triton import TokenRows, load_tokens, store_token_scalars, store_tokens, strides
+from wyfold.tile.index.triton.strength import Strength, strength_bwd
 from wyfold.tile.norm.triton import row_norm, row_norm_bwd
 
 

@@ -43,19 +43,17 @@ from wyfold.tile.index.gluon import (
     tma_load,
     tma_load_upper,
 )
-from wyfold.tile.index.triton import (
-    Packing,
+from wyfold.tile.index.triton import Packing, sequence_span, strides
+from wyfold.tile.index.triton.descriptors import (
     all_or_none,
     require_descriptors,
-    segment_coords,
-    sequence_span,
-    strides,
     tile_descriptor,
     tma_readable,
     token_descriptor,
     upper_descriptor,
     vector_descriptor,
 )
+from wyfold.tile.index.triton.slots import segment_coords
 from wyfold.tile.inverse.triton import nonzero_beta
 from wyfold.tile.state.gluon import state_offsets
 

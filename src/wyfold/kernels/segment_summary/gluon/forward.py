@@ -35,19 +35,17 @@ from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.decay.gluon import chunk_decay
 from wyfold.tile.decay.horizon.gluon import chunks_in_reach
 from wyfold.tile.index.gluon import barrier, clear_lower, gluon_descriptors, quarters, tma_load, tma_load_upper
-from wyfold.tile.index.triton import (
-    Packing,
+from wyfold.tile.index.triton import Packing, sequence_span, strides
+from wyfold.tile.index.triton.descriptors import (
     all_or_none,
     require_descriptors,
-    segment_coords,
-    sequence_span,
-    strides,
     tile_descriptor,
     tma_readable,
     token_descriptor,
     upper_descriptor,
     vector_descriptor,
 )
+from wyfold.tile.index.triton.slots import segment_coords
 from wyfold.tile.state.gluon import state_offsets
 
 

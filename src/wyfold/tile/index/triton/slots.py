@@ -1,0 +1,40 @@
+"""Where the states of sequences and segments are: slots of a pool, and borders."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def segment_coords(i_s, p_sequence, p_first, N):
+    """Sequence of segment i_s, the border at its end, whether it begins its sequence, and whether it ends it.
+
+    Past the last segment: sequence N, and neither begins nor ends.
+    """
+    i_n = tl.load(p_sequence + i_s)
+    exists = i_n < N
+    begins = tl.load(p_first + i_n) == i_s
+    ends = tl.load(p_first + i_n + 1, mask=exists, other=0) == i_s + 1
+    return i_n, i_s - i_n, begins & exists, ends
+
+
+@triton.jit
+def slot_coords(i_n, p_source, s_source, p_target, s_target, p_given, slots, pad):
+    """Pool slots of sequence i_n, under the rules of `Slots`.
+
+    Returns:
+        Slot of the entering state, and whether it holds a state for this call; slot of the leaving state, and whether
+        it is written; whether the sequence has a live slot at all.
+    """
+    i_from = i_n
+    if p_source is not None:
+        i_from = tl.load(p_source + i_n * s_source).to(tl.int64)
+    live = (i_from > pad) & (i_from < slots)
+    has_state = live
+    if p_given is not None:
+        has_state = has_state & (tl.load(p_given + i_n) != 0)
+    i_to = i_from
+    if p_target is not None:
+        i_to = tl.load(p_target + i_n * s_target).to(tl.int64)
+    return i_from, has_state, i_to, live & (i_to > pad) & (i_to < slots), live
