@@ -690,7 +690,7 @@ STATES = (("chunk_size", 64), ("state_v_first", True), ("return_intermediate_sta
 PER_ARCHITECTURE: dict[str, tuple[Call | ServingCall | RankCall, ...]] = {
     "sm_90": (
         Call("parallel_path_attn", "float16", 64, 64, segments=9),
-        # `gradients` in Triton, for which such a call is left with groups of heads, takes the longest to compile.
+        # `gradients` takes the longest to compile, and other calls have it.
         Call(
             "chunk_kda, gate inside",
             options=(("chunk_size", 64),),

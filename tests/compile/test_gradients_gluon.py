@@ -1,14 +1,10 @@
 """`gradients` in Gluon: the calls that use it, its occupancy, and no left operand overwritten in flight.
 
-Most calls have one value head per key head. In groups, the kernels loop over the value heads of a key head. The
-dispatch table has no row of groups yet: that loop has not run on a card. Its tests add the rows (`groups_in_gluon`).
+Most calls have one value head per key head. Groups have a loop around the same code, which must not cost registers.
 """
 
-import contextlib
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +12,6 @@ from tests.compile import aot
 from tests.compile.machine_code import count_instructions, disassemble, overwritten_operands, reloaded_addresses
 
 import wyfold
-from wyfold.runtime import kernel_configs
-from wyfold.runtime.kernel_configs import LaunchKey
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -63,6 +57,9 @@ def title(call: dict) -> str:
         {"disable_recompute": True},
         {"stride": 2},
         {"wrt": "v"},
+        {"HV": 4},
+        {"HV": 6, "use_qk_l2norm_in_kernel": True},
+        {"H": 1, "HV": 4, "cu_seqlens": torch.tensor([0, 30, 70])},
     ],
     ids=title,
 )
@@ -80,6 +77,9 @@ def test_served_in_gluon(call: dict):
         {"safe_gate": True},
         {"stride": 2},
         {"wrt": "v"},
+        {"HV": 4},
+        {"HV": 6, "use_qk_l2norm_in_kernel": True},
+        {"H": 1, "HV": 4, "cu_seqlens": torch.tensor([0, 30, 70])},
     ],
     ids=title,
 )
@@ -93,49 +93,16 @@ KDA = {"op": wyfold.chunk_kda}
 @pytest.mark.parametrize(
     "call",
     [
-        {"HV": 4},
         {"K": 64},
         {"dtype": torch.float16},
         {"chunk_size": 32},
-        {**KDA, "HV": 4},
+        {"K": 64, "HV": 4},
         {**KDA, "chunk_size": 32},
     ],
     ids=title,
 )
 def test_left_to_triton(call: dict):
     assert kernels_of(**call) == ["wyfold_gradients_triton"]
-
-
-@contextlib.contextmanager
-def groups_in_gluon() -> Iterator[None]:
-    """Rows for calls with several value heads per key head, as those with one have."""
-    usual = kernel_configs.dispatched
-
-    def dispatched(architecture: str, stage: str, key: LaunchKey) -> bool:
-        return usual(architecture, stage, key._replace(group=1) if stage == "gradients" else key)
-
-    with contextlib.ExitStack() as rows:
-        rows.enter_context(mock.patch.object(kernel_configs, "dispatched", dispatched))
-        for words, config in [*kernel_configs._table("sm_90")["gradients.gluon"].items()]:
-            every = str(LaunchKey.parse(words)._replace(group=None))
-            rows.enter_context(kernel_configs.override_row("sm_90", "gradients.gluon", every, config))
-        yield
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        {"HV": 4},
-        {"HV": 6, "use_qk_l2norm_in_kernel": True},
-        {"H": 1, "HV": 4, "cu_seqlens": torch.tensor([0, 30, 70])},
-    ],
-    ids=title,
-)
-@pytest.mark.parametrize("op", [wyfold.chunk_delta_rule, wyfold.chunk_gated_delta_rule, wyfold.chunk_kda])
-def test_groups_with_rows_served_in_gluon(op, call: dict):
-    kernel = "wyfold_gradients_channel_gluon" if op is wyfold.chunk_kda else "wyfold_gradients_gluon"
-    with groups_in_gluon():
-        assert kernels_of(op, **call) == [kernel]
 
 
 def test_an_overwritten_operand_is_found():
@@ -175,7 +142,7 @@ def test_operands_are_not_overwritten_nor_addresses_reloaded(call: aot.Call):
         if kernel.fn.__name__ in GLUON:
             made.append(aot.code(kernel, *arguments, **options)[0])
 
-    with groups_in_gluon(), aot.pretend_gpu("sm_90", look):
+    with aot.pretend_gpu("sm_90", look):
         call.run()
     assert len(made) == 1
     assert 2 * (made[0].metadata.shared + aot.KIB) <= 228 * aot.KIB, "two programs fill a multiprocessor"

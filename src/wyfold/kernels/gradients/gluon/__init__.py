@@ -20,7 +20,7 @@ the memory of x, and the first half of x is loaded again, into the memory of S (
 With several value heads, q and k stay in shared memory for all of them, and the tiles of the next head are loaded into
 the memory of the last one as its products end. dq and dk are sums over the heads, in the order of the heads. Registers
 and shared memory are full with the tiles of one head, so a thread keeps its part of the sums in float32 in global
-memory (`sum_tile`). The dispatch table has rows for one value head only, until that loop is proved on a card.
+memory (`sum_tile`).
 
 In a partial chunk, the rows past the sequence's end are zeroed, and results are stored without TMA. Results do not
 depend on strides: inputs that TMA cannot read are copied, and gradients that are not requested go to temporaries.
