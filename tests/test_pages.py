@@ -14,6 +14,7 @@ DOCS = ROOT / "docs"
 
 pages = pytest.importorskip("tools.pages", reason="matplotlib is not installed")
 speed = pytest.importorskip("tools.speed", reason="matplotlib is not installed")
+training_curve = pytest.importorskip("tools.training_curve", reason="matplotlib is not installed")
 
 FACT = re.compile(r"^## <a id=\"([a-z0-9-]+)\"></a>([A-Z0-9-]+): ", re.MULTILINE)
 OTHER_NAMES = {"chunk_gdn", "fused_recurrent_gdn", "fused_chunk_ttt_linear"}
@@ -83,6 +84,16 @@ def test_every_cited_fact_exists_on_the_page_that_is_named():
     assert len(citations) >= 20
     assert {(file, name) for file, page, name in citations if page != pages_of.get(name) and page} == set()
     assert {(file, name) for file, _, name in citations if name not in pages_of} == set()
+
+
+def test_the_training_page_has_the_losses_that_are_stored():
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    (_, first), *others = training_curve.curves().items()
+    assert len(others) == 2 and all(len(losses) == len(first) == 200 for _, losses in others)
+    ends = [sum(losses[-20:]) / sum(first[-20:]) - 1 for _, losses in others]
+    assert " and ".join(f"{abs(100 * end):.2f}" for end in ends) + " % apart" in re.sub(r"\s+", " ", page)
+    for theme in speed.COLORS:
+        assert f"charts/training-{theme}.svg" in page and (speed.CHARTS / f"training-{theme}.svg").exists()
 
 
 def test_the_readme_is_short_and_has_the_times_that_are_stored():
