@@ -195,6 +195,19 @@ def test_path_attention_is_wyfolds(packed: bool):
     assert alike(fla.parallel_path_attn(q, x["k"], v, w, beta, g, 0.3, cu), (expected[0], None))
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_product_is_wyfolds_in_flas_order(n: int):
+    q, g, S0 = torch.randn(1, T, H, K), -torch.rand(1, T, HV), torch.randn(2, HV, K, V)
+    k, v, beta = torch.randn(1, n * T, H, K), torch.randn(1, n * T, HV, V), torch.rand(1, n * T, HV)
+    cu = torch.tensor([0, 9, T])
+    given = {"scale": 0.5, "initial_state": S0, "use_qk_l2norm_in_kernel": True, **FLAGS}
+    expected = wyfold.chunk_gated_delta_product(q, k, v, g, beta, n, cu_seqlens=cu, cu_seqlens_cpu=cu, **given)
+    needless = {"chunk_indices": torch.zeros(2, 2), "chunk_indices_dp": torch.zeros(2, 2)}
+    assert alike(fla.chunk_gated_delta_product(q, k, v, g, beta, n, 0.5, S0, True, True, cu, cu, **needless), expected)
+    with pytest.raises(wyfold.UnsupportedError, match="cp_context is not offered"):
+        fla.chunk_gated_delta_product(q, k, v, g, beta, n, cp_context=1)
+
+
 def test_gates_and_layouts_inside_are_wyfolds():
     x = tensors()
     q, k, v, g, gk, beta = (x[name] for name in ("q", "k", "v", "g", "gk", "beta"))

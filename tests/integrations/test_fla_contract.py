@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from wyfold.integrations import fla
+from wyfold.integrations.fla.stand_in import MODULES
 
 SIGNATURES = json.loads((Path(__file__).parent / "fla_signatures.json").read_text(encoding="utf-8"))
 """Module -> name -> parameters with defaults; a class has those of `__init__` and `forward`."""
@@ -88,6 +89,41 @@ def test_names_are_flas_or_refused_by_name(module: str, stand_in: fla.StandIn):
         for method, parameters in recorded.items() if isinstance(recorded, dict) else ():
             differences += accepts(getattr(thing, method), parameters, f"{name}.{method}", skip=1)
     assert not [d for d in differences if d.split(" ")[0] not in DIFFERENT]
+
+
+READ_FROM_KWARGS = {
+    "chunk_delta_rule": ["chunk_size"],
+    "chunk_gated_delta_product": ["chunk_indices", "chunk_indices_dp"],
+    "chunk_gated_delta_rule": ["chunk_size", "use_gate_in_kernel", "A_log", "dt_bias", "transpose_state_layout"],
+    "chunk_gdn2": ["chunk_size", "A_log", "dt_bias", "transpose_state_layout"],
+    "chunk_iplr_delta_rule": ["chunk_size"],
+    "chunk_kda": ["chunk_size", "A_log", "dt_bias", "transpose_state_layout"],
+    "fused_recurrent_gated_delta_rule": ["transpose_state_layout"],
+    "fused_recurrent_gdn2": ["transpose_state_layout"],
+    "fused_recurrent_gla": ["transpose_state_layout"],
+    "fused_recurrent_kda": ["transpose_state_layout"],
+}
+"""Keywords that fla's functions have behind a `**kwargs`, and those of `chunk_gated_delta_product` after 0.6.0.
+
+`head_first` is refused on purpose (docs/migration.md).
+"""
+
+
+@pytest.mark.parametrize("name", READ_FROM_KWARGS)
+def test_keywords_without_a_name_in_flas_signature_are_taken(name: str):
+    parameters = inspect.signature(getattr(fla, name)).parameters
+    assert set(READ_FROM_KWARGS[name]) <= set(parameters)
+    assert "head_first" not in parameters
+
+
+ELSEWHERE = {"chunk_gdn", "fused_recurrent_gdn", "l2_norm", "index_first_axis", "index_put_first_axis"}
+"""Names that fla assigns: aliases, and `apply` of its autograd functions."""
+
+
+def test_every_function_of_the_stand_in_has_a_recorded_signature():
+    recorded = {name for names in SIGNATURES.values() for name in names}
+    offered = {name for names in MODULES.values() for name, thing in names.items() if callable(thing)}
+    assert offered - ELSEWHERE <= recorded
 
 
 # What each program imports from fla, from the released wheel of that version; "Kimi-Linear" is the model's code on the

@@ -331,10 +331,13 @@ def chunk_gated_delta_product(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     cp_context: object = None,
+    *,
+    chunk_indices: Tensor | None = None,
+    chunk_indices_dp: Tensor | None = None,
 ) -> Result:
     """`wyfold.chunk_gated_delta_product`; unlike fla's, it accepts float32 and gates per key channel.
 
-    cp_context raises UnsupportedError.
+    cp_context raises UnsupportedError. The indices of chunks, which versions of fla after 0.6.0 take, are not needed.
     """
     if cp_context is not None:
         raise UnsupportedError(
