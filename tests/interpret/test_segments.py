@@ -132,14 +132,17 @@ def test_behind_the_horizon_sequences_have_the_bits_of_whole_ones(device, result
     [("gated_delta_rule", True, 1), ("gated_delta_rule", True, 0), ("gated_delta_rule", False, 1), ("kda", True, 1)],
 )
 def test_what_the_horizon_needs(rule: str, norm: bool, configured: int, device, monkeypatch):
-    """A configuration, keys of norm 1, and a scalar gate."""
+    """A configuration, keys of norm 1, and a scalar gate.
+
+    On a card every summary is asked for twice, once to collect the kernels that are compiled in parallel.
+    """
     module, found = table.kernel_module("segment_summary", "triton"), []
     monkeypatch.setattr(kernel_call, "tuned", lambda *_: Config(blocks={"HORIZON": configured}))
     monkeypatch.setattr(module, "segment_summary", lambda *_, horizon: found.append(horizon))
     a = call(rule, Shape(1, 4 * C, 1, 1, 16, 16), device) | {"use_qk_l2norm_in_kernel": norm}
     with segment_rule.forced(2), torch.no_grad():
         getattr(wyfold, f"chunk_{rule}")(**a)
-    assert found == [rule == "gated_delta_rule" and norm and configured == 1]
+    assert set(found) == {rule == "gated_delta_rule" and norm and configured == 1}
 
 
 EDGE = {"inside": 91.8, "outside": 95.2}
