@@ -356,7 +356,7 @@ TRITON_KERNELS = (
     ),
     Mutant(
         "the decays of keys and queries are exchanged",
-        "kernels/scan/triton.py",
+        "kernels/scan/triton/kernel.py",
         "_step",
         "b_in_k, b_in_q, b_out",
         "b_in_q, b_in_k, b_out",
@@ -365,7 +365,7 @@ TRITON_KERNELS = (
     ),
     Mutant(
         "the forward's factor lacks the write strength",
-        "kernels/prepare/triton.py",
+        "kernels/prepare/triton/kernel.py",
         "wyfold_prepare_triton",
         "b_FT * b_beta[:, None]",
         "b_FT",

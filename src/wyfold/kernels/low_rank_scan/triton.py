@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wyfold.kernels.records import LowRankPrepared
-from wyfold.kernels.scan.triton import States
+from wyfold.kernels.scan.triton.arguments import States
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from wyfold.kernels.low_rank_scan.triton import Flags, Sizes
 from wyfold.kernels.records import LowRankPrepared, TokenBorders
-from wyfold.kernels.scan_bwd.triton import States
+from wyfold.kernels.scan_bwd.triton.arguments import States
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel

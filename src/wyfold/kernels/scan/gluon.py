@@ -42,7 +42,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from wyfold.kernels.records import Prepared, Slots
-from wyfold.kernels.scan.triton import SegmentTables, scan_key, sequences_to_run, slot_arguments
+from wyfold.kernels.scan.triton import scan_key, sequences_to_run, slot_arguments
+from wyfold.kernels.scan.triton.arguments import SegmentTables
 from wyfold.runtime.chunk_layout import ChunkGrid, Segments
 from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel

@@ -40,7 +40,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from wyfold.kernels.records import Prepared, TokenBorders
-from wyfold.kernels.scan_bwd.triton import Half, SegmentTables, States, programs, scan_bwd_key
+from wyfold.kernels.scan_bwd.triton import Half, programs, scan_bwd_key
+from wyfold.kernels.scan_bwd.triton.arguments import SegmentTables, States
 from wyfold.runtime.chunk_layout import ChunkGrid, Segments
 from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel

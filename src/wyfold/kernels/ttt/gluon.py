@@ -41,7 +41,7 @@ from wyfold.kernels.ttt.triton import (
     wyfold_ttt_parameters_triton,
     wyfold_ttt_replay_triton,
 )
-from wyfold.kernels.ttt.triton.tiles import Inputs, States
+from wyfold.kernels.ttt.triton.arguments import Inputs, States
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tuned
 from wyfold.runtime.kernel_launch import launch_kernel

@@ -90,7 +90,7 @@ from wyfold.kernels.gradients.gluon.tokens import (
     store_token_tile,
     sum_tile,
 )
-from wyfold.kernels.gradients.triton import Factors
+from wyfold.kernels.gradients.triton.arguments import Factors
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import LaunchKey, tuned

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from wyfold.kernels.records import Prepared
-from wyfold.kernels.segment_summary.triton import Maps, SegmentIndex
+from wyfold.kernels.segment_summary.triton.arguments import Maps, SegmentIndex
 from wyfold.runtime.chunk_layout import Segments
 from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel

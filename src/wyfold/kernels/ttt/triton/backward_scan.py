@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from wyfold.kernels.ttt import SegmentBorders, StateViews, TTTInputs
+from wyfold.kernels.ttt.triton.arguments import Borders, Inputs, ScanGradients, Scratch
 from wyfold.kernels.ttt.triton.launch import BackwardWorkspace, launch_options
 from wyfold.kernels.ttt.triton.tiles import (
-    Borders,
-    Inputs,
-    Scratch,
     add_update,
     broadcast_to_slabs,
     closing_step,
@@ -86,7 +82,7 @@ def backward_scan(
             dc=scratch.dc,
             partials=scratch.step_partials,
         ),
-        gradients=Gradients(
+        gradients=ScanGradients(
             dcol=dcol,
             s_dcol=strides(dcol),
             dST=dleaving.S,
@@ -106,28 +102,6 @@ def backward_scan(
         SLABS=min(config.warps, constexprs["BD"] // 16),
         **constexprs,
     )
-
-
-class Gradients(NamedTuple):
-    """Kernel argument: gradients of factors and states, each with its strides, or None.
-
-    Attributes:
-        dcol, s_dcol: Gradient of `col`, written.
-        dST, s_dST, dcT, s_dcT: Gradients of the final states.
-        dS0, s_dS0, dc0, s_dc0: Gradients of the initial states, written.
-    """
-
-    dcol: Any
-    s_dcol: Any
-    dST: Any
-    s_dST: Any
-    dcT: Any
-    s_dcT: Any
-    dS0: Any
-    s_dS0: Any
-    dc0: Any
-    s_dc0: Any
-    end: None = None
 
 
 @triton.jit(do_not_specialize=["N", "T", "per_sequence", "scale"])

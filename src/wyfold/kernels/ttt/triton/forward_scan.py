@@ -6,11 +6,9 @@ import triton
 import triton.language as tl
 
 from wyfold.kernels.ttt import SegmentBorders, StateViews, TTTInputs
+from wyfold.kernels.ttt.triton.arguments import Borders, Inputs, States
 from wyfold.kernels.ttt.triton.launch import launch_options
 from wyfold.kernels.ttt.triton.tiles import (
-    Borders,
-    Inputs,
-    States,
     add_update,
     broadcast_to_slabs,
     closing_step,

@@ -10,11 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from wyfold.kernels.ttt import SegmentBorders, TTTInputs
+from wyfold.kernels.ttt.triton.arguments import Borders, Inputs, Scratch
 from wyfold.kernels.ttt.triton.launch import SEGMENT, BackwardWorkspace, launch_options
 from wyfold.kernels.ttt.triton.tiles import (
-    Borders,
-    Inputs,
-    Scratch,
     gram_by_blocks,
     load_parameter,
     read_by_blocks,

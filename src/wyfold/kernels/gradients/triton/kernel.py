@@ -1,36 +1,23 @@
-"""`gradients` in Triton: one program per chunk and key head, which loops over the head's value heads."""
+"""The kernel of `gradients` in Triton."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from wyfold.kernels.records import GradientOutputs, TokenBorders
-from wyfold.runtime.chunk_layout import ChunkGrid
-from wyfold.runtime.kernel_configs import LaunchKey, tuned
-from wyfold.runtime.kernel_launch import launch_kernel
-from wyfold.runtime.options import DeltaOptions
-from wyfold.runtime.triton_support import interpreting
 from wyfold.tile.decay.channel.triton import sub_chunk_gate
 from wyfold.tile.decay.channel.triton.adjoint import PairMemory, PairRows, channel_bwd
 from wyfold.tile.decay.channel.triton.near_pairs import store_near_pairs
-from wyfold.tile.decay.triton import FLOOR, NEAR, Gate, gate_flags, gate_width, load_gate, running_sum, scalar_rows
+from wyfold.tile.decay.triton import NEAR, load_gate, running_sum, scalar_rows
 from wyfold.tile.decay.triton.gradient import (
-    GateGradient,
     interval_sum,
     log_gate_bwd,
     state_gate_gradient,
     store_gate_gradient,
 )
 from wyfold.tile.decay.triton.pairs import pair_decay
-from wyfold.tile.dot.triton import NARROWEST, contracts, exact, mm, operand, precision, workspace
+from wyfold.tile.dot.triton import mm
 from wyfold.tile.index.triton import (
-    Packing,
     TokenRows,
     chunk_span,
     load_tile,
@@ -38,261 +25,16 @@ from wyfold.tile.index.triton import (
     store_tile,
     store_token_scalars,
     store_tokens,
-    strides,
 )
 from wyfold.tile.index.triton.blocks import load_tile_block, load_token_block, store_token_block
-from wyfold.tile.index.triton.descriptors import all_or_none, has_tma, tile_descriptor, token_descriptor
 from wyfold.tile.index.triton.prefetch import prefetch_tile, prefetch_tokens
-from wyfold.tile.index.triton.strength import Strength, load_strength, strength_bwd
+from wyfold.tile.index.triton.strength import load_strength, strength_bwd
 from wyfold.tile.index.triton.sub_chunks import (
     load_sub_chunks,
     load_tile_sub_chunks,
     store_sub_chunks,
     store_token_sub_chunks,
 )
-
-
-def gradients(
-    q: Tensor,
-    k: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    do: Tensor,
-    borders: TokenBorders,
-    grid: ChunkGrid,
-    options: DeltaOptions,
-    key: LaunchKey,
-    out: GradientOutputs,
-) -> None:
-    """Gradients of every token and parameter.
-
-    Args:
-        q, k, g, beta, A_log, dt_bias: As given to the operator.
-        do: [B, T, HV, V] gradient of the output, any strides.
-        borders: From `scan_bwd`.
-        grid: The call's chunk grid.
-        options: As given to `prepare`.
-        key: Launch configuration key.
-        out: Receives the gradients; tokens past a packed batch's last boundary get zeros. None where a gradient is not
-            requested.
-    """
-    (H, K), (HV, V), C = q.shape[2:], do.shape[2:], grid.chunk_size
-    flags, gates = gate_flags(g), gate_width(g)
-    config = tuned("gradients.triton", key, q.device)
-    BK = min(config.blocks["BK"], max(NARROWEST, triton.next_power_of_2(K)))
-    BV = min(config.blocks["BV"], max(NARROWEST, triton.next_power_of_2(V)))
-    dA_log = ddt_bias = pairs = near = accumulators = None
-    if out.A_log is not None:
-        dA_log = q.new_empty(grid.chunks, HV, -(-gates // BK), dtype=torch.float32)
-    if out.dt_bias is not None:
-        ddt_bias = q.new_empty(grid.chunks, HV, gates, dtype=torch.float32)
-    if flags["CHANNEL"]:
-        pairs = q.new_empty(grid.chunks * HV, 3, C, C, dtype=workspace(q.dtype))
-        near = q.new_empty(grid.chunks * HV, C, NEAR, 2, dtype=torch.float32)
-    if HV > H or options.qk_l2norm:
-        accumulators = q.new_empty(2, grid.chunks * H, C, K, dtype=torch.float32)
-    use_tma = has_tma(q.device)
-    border_descriptors = _descriptors(borders, C, BK, BV) if use_tma else None
-    qk_descriptors = do_descriptors = out_descriptors = None
-    if use_tma and not flags["CHANNEL"] and grid.cu is None and grid.tokens % C == 0:
-        do_descriptors = _token_descriptors((do,), C, BV)
-        if accumulators is None:
-            out_descriptors = _token_descriptors((out.q, out.k, out.v), C, BK, BK, BV)
-        if g is None and not options.qk_l2norm:
-            # Row sums of q and k are reduced in the layout of the load. It differs between TMA and pointer loads, and
-            # so would the bits.
-            qk_descriptors = _token_descriptors((q, k), C, BK, BK)
-    (x_do,), (x_q, x_k) = do_descriptors or (do,), qk_descriptors or (q, k)
-    x_dq, x_dk, x_dv = out_descriptors or (out.q, out.k, out.v)
-    x_S, x_dS, x_e, x_X = border_descriptors or borders
-    launch_kernel(
-        wyfold_gradients_triton,
-        grid.chunks * H,
-        x_q=x_q,
-        x_k=x_k,
-        x_do=x_do,
-        x_S=x_S,
-        x_dS=x_dS,
-        x_e=x_e,
-        x_X=x_X,
-        x_dq=x_dq,
-        x_dk=x_dk,
-        x_dv=x_dv,
-        tokens=Tokens(s_q=q.stride(), s_k=k.stride(), s_do=do.stride(), S=borders.S, dS=borders.dS),
-        gate=Gate(
-            g=g,
-            s_g=strides(g),
-            A_log=A_log,
-            dt_bias=dt_bias,
-            lower_bound=options.lower_bound,
-            clamp=options.clamp or FLOOR,
-        ),
-        strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most),
-        outputs=Outputs(
-            s_dq=strides(out.q), s_dk=strides(out.k), s_dv=strides(out.v), dbeta=out.beta, s_dbeta=strides(out.beta)
-        ),
-        dgate=GateGradient(g=out.g, s_g=strides(out.g), A_log=dA_log, dt_bias=ddt_bias),
-        scratch=Scratch(
-            pairs=pairs,
-            near=near,
-            dq=None if accumulators is None else accumulators[0],
-            dk=None if accumulators is None else accumulators[1],
-        ),
-        packing=Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),
-        factors=Factors(options.scale, options.unit, options.unit * float(options.erases)),
-        N=grid.sequences,
-        T=grid.tokens,
-        per_sequence=grid.per_sequence,
-        SIZES=Sizes(H=H, HV=HV, K=K, V=V, BT=C, BK=BK, BV=BV),
-        FLAGS=Flags(
-            PACKED=grid.cu is not None,
-            ACTIVATION=options.activation,
-            CLAMPED=options.clamp != 0,
-            NORM=options.qk_l2norm,
-            LOGIT=options.beta_logit,
-            USE_TMA_TILES=border_descriptors is not None,
-            USE_TMA=qk_descriptors is not None,
-            USE_TMA_DO=do_descriptors is not None,
-            TMA_STORES=out_descriptors is not None,
-            # Measured to help under a channel gate; not measured separately without a gate (docs/facts/hopper.md,
-            # H200-6).
-            PREFETCH=g is not None and not interpreting(),
-            OP=operand(q.dtype),
-            PRECISION=precision(q.dtype),
-            EXACT=exact(q.dtype),
-            **flags,
-        ),
-        # With a channel gate, one warp per sub-chunk.
-        **{**config.options(contract=contracts(q.dtype)), "num_warps": C // NEAR if flags["CHANNEL"] else config.warps},
-    )
-    if out.A_log is not None and dA_log is not None:
-        out.A_log.copy_(dA_log.sum((0, 2)).view_as(out.A_log))
-    if out.dt_bias is not None and ddt_bias is not None:
-        out.dt_bias.copy_(ddt_bias.sum(0).view_as(out.dt_bias))
-
-
-def gradients_key(key: LaunchKey, q: Tensor, v: Tensor) -> LaunchKey:
-    """Launch configuration key: the call's key, and the number of value heads per key head."""
-    return key._replace(group=v.shape[2] // q.shape[2])
-
-
-def _token_descriptors(given: tuple[Tensor | None, ...], C: int, *columns: int) -> Sequence[Any] | None:
-    """TMA descriptors of full chunks of tokens; None if one of the tensors has none. Partial chunks have none."""
-    return all_or_none(
-        given, [None if x is None else token_descriptor(x, C, n) for x, n in zip(given, columns, strict=True)]
-    )
-
-
-def _descriptors(borders: TokenBorders, C: int, BK: int, BV: int) -> Sequence[Any] | None:
-    """TMA descriptors of the borders; None if one of the tensors has none."""
-    states, rows = [(x, BV, BK) for x in (borders.S, borders.dS)], [(x, C, BV) for x in (borders.e, borders.X)]
-    return all_or_none(borders, [tile_descriptor(*descriptor) for descriptor in states + rows])
-
-
-class Tokens(NamedTuple):
-    """Kernel argument: how the tokens lie in memory, and what is prefetched through pointers.
-
-    Attributes:
-        s_q, s_k, s_do: Strides of q, k and do.
-        S, dS: States of `TokenBorders`.
-    """
-
-    s_q: Any
-    s_k: Any
-    s_do: Any
-    S: Any
-    dS: Any
-    end: None = None
-
-
-class Outputs(NamedTuple):
-    """Kernel argument: how the gradients that are written lie in memory; None where one is not requested.
-
-    Attributes:
-        s_dq, s_dk, s_dv: Strides of the gradients of q, k and v.
-        dbeta, s_dbeta: Gradient of the write strength, and its strides.
-    """
-
-    s_dq: Any
-    s_dk: Any
-    s_dv: Any
-    dbeta: Any
-    s_dbeta: Any
-    end: None = None
-
-
-class Scratch(NamedTuple):
-    """Kernel argument: workspace of a program.
-
-    Attributes:
-        pairs, near: Gradients of pairs of rows, as in `PairMemory`; None without a channel gate.
-        dq, dk: [chunks * H, BT, K] float32 sums over value heads; None where each is written once.
-    """
-
-    pairs: Any
-    near: Any
-    dq: Any
-    dk: Any
-
-
-class Sizes(NamedTuple):
-    """Constexprs: sizes of the call and of tiles."""
-
-    H: int
-    HV: int
-    K: int
-    V: int
-    BT: int
-    BK: int
-    BV: int
-
-
-class Flags(NamedTuple):
-    """Constexprs: variant of the kernel.
-
-    Attributes:
-        PACKED: Whether the batch is packed.
-        GATE, SCALAR, CHANNEL: Kind of the gate; see `tile.decay`.
-        ACTIVATION, CLAMPED: The gate's activation, and whether a clamp is requested.
-        NORM, LOGIT: Whether q and k are normalised, and whether beta is a logit.
-        USE_TMA_TILES, USE_TMA, USE_TMA_DO, TMA_STORES: Whether S, dS, e and X, q and k, do, and the gradients of tokens
-            are descriptors.
-        PREFETCH: Whether rows are prefetched into L2.
-        OP, PRECISION, EXACT: Dtype and precision of products.
-    """
-
-    PACKED: bool
-    GATE: str
-    SCALAR: bool
-    CHANNEL: bool
-    ACTIVATION: str
-    CLAMPED: bool
-    NORM: bool
-    LOGIT: bool
-    USE_TMA_TILES: bool
-    USE_TMA: bool
-    USE_TMA_DO: bool
-    TMA_STORES: bool
-    PREFETCH: bool
-    OP: Any
-    PRECISION: Any
-    EXACT: str
-
-
-class Factors(NamedTuple):
-    """Kernel argument: numbers that gradients are multiplied by.
-
-    Attributes:
-        scale: Of the output.
-        unit: Of the gradients of states.
-        erased_unit: The unit, or 0 for writes that erase nothing: keys then get no gradient from what they would read.
-    """
-
-    scale: Any
-    unit: Any
-    erased_unit: Any
 
 
 @triton.jit(do_not_specialize=["N", "T", "per_sequence"])

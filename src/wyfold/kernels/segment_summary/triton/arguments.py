@@ -1,0 +1,72 @@
+"""Arguments of the summaries' kernels as records."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Tokens(NamedTuple):
+    """Kernel argument: strides of k and v, and W, which is accessed through pointers alone; see `scan`."""
+
+    s_k: Any
+    s_v: Any
+    W: Any
+    end: None = None
+
+
+class ReverseTokens(NamedTuple):
+    """Kernel argument: strides of q, k and do, and F and W, which are accessed through pointers alone; see `scan`."""
+
+    s_q: Any
+    s_k: Any
+    s_do: Any
+    F: Any
+    W: Any
+    end: None = None
+
+
+class Maps(NamedTuple):
+    """Kernel argument: the map of each segment, and what it starts from, each with its strides.
+
+    Attributes:
+        S0, s_S0: [N, HV, K, V] initial states, or None.
+        H, s_H: [borders, HV, K, V] states that segments leave, written.
+        M, s_M: [borders, HV, K, K] maps from the entering to the leaving state, written.
+    """
+
+    S0: Any
+    s_S0: Any
+    H: Any
+    s_H: Any
+    M: Any
+    s_M: Any
+    end: None = None
+
+
+class Gradients(NamedTuple):
+    """Kernel argument: gradients of states, each with its strides.
+
+    Attributes:
+        dST, s_dST: [N, HV, K, V] of the final states, or None.
+        c, s_c: [borders, HV, K, V] of the states at borders, written.
+    """
+
+    dST: Any
+    s_dST: Any
+    c: Any
+    s_c: Any
+    end: None = None
+
+
+class SegmentIndex(NamedTuple):
+    """Kernel argument: which segments there are.
+
+    Attributes:
+        sequence: Sequence of each segment.
+        first: First segment of each sequence.
+        leading: Segment before each border.
+    """
+
+    sequence: Any
+    first: Any
+    leading: Any
