@@ -316,12 +316,15 @@ def table_version() -> int:
 
 
 def compiled(module: ModuleType, device: torch.device) -> dict[str, dict[Any, Any]]:
-    """Kernels of a module by name, each with its variants that Triton compiled for a device in this process."""
+    """Kernels of a module by name, each with its variants that Triton compiled for a device in this process.
+
+    Kernels of the forward come first.
+    """
+    kernels = {name: kernel for name, kernel in vars(module).items() if name.startswith("wyfold_")}
     return {
         # Triton keeps them in the kernel, by device. An interpreted kernel has no such attribute.
-        name: getattr(kernel, "device_caches", {}).get(device.index or 0, ({},))[0]
-        for name, kernel in vars(module).items()
-        if name.startswith("wyfold_")
+        name: getattr(kernels[name], "device_caches", {}).get(device.index or 0, ({},))[0]
+        for name in sorted(kernels, key=lambda name: "_bwd_" in name)
     }
 
 
