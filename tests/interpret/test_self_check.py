@@ -58,12 +58,14 @@ def ttt(dtype: torch.dtype, device: torch.device, D: int = 16):
 
 def served(name: str, dtype: torch.dtype, device: torch.device, T: int = 0, **more: Any):
     T = T or {"decode": 1, "verify": 3, "prefill": 20}[name]
-    a = inputs.draw("random", "gated_delta_rule", Shape(2, T, 1, 2, 16, 8), dtype=dtype)
+    operator = {"gla": "gla", "dplr": "dplr_delta_rule", "gdn2": "gdn2"}.get(more.get("rule", ""), "gated_delta_rule")
+    a = inputs.draw("random", operator, Shape(2, T, 1, 2, 16, 8), dtype=dtype)
+    a = {"beta": None, "g": a.get("gk")} | {key: x for key, x in a.items() if key != "gk"}
     pool = torch.zeros(9, 2, 8, 16, device=device)
     slots = torch.arange(6, device=device).view(2, 3) if name == "verify" else torch.arange(2, device=device)
-    tensors = (a[x].to(device) for x in ("q", "k", "v", "g", "beta"))
-    more = {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in more.items()}
-    return getattr(serving, name)(*tensors, pool, slots, state_v_first=True, backend="triton", **more)
+    more = {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in (a | more).items()}
+    where = {"pool": pool, "state_indices": slots, "state_v_first": True}
+    return getattr(serving, name)(**where, backend="triton", **more)
 
 
 def cut(device: torch.device):
@@ -104,6 +106,10 @@ CALLS: dict[str, Callable[[torch.device], Any]] = {
     "verify": lambda d: served("verify", FP32, d, num_accepted_tokens=torch.tensor([1, 3])),
     "prefill": lambda d: served("prefill", BF16, d, has_initial_state=FLAGS),
     "prefill, segments": served_in_segments,
+    "decode, DPLR": lambda d: served("decode", BF16, d, rule="dplr", has_initial_state=FLAGS),
+    "verify, GDN-2": lambda d: served("verify", FP32, d, rule="gdn2"),
+    "prefill, GLA": lambda d: served("prefill", BF16, d, rule="gla"),
+    "prefill, DPLR": lambda d: served("prefill", BF16, d, rule="dplr"),
     "prefill, checkpoints": lambda d: served(
         "prefill", FP32, d, checkpoint_every=64, checkpoint_pool=torch.zeros(4, 2, 8, 16),
         checkpoint_indices=torch.zeros(2, 0, dtype=torch.int64), output_state_indices=torch.tensor([3, 4]),

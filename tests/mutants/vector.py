@@ -823,7 +823,7 @@ RANKS = (
 OPS = (
     Mutant(
         "a slot may be written twice",
-        "ops/serving_call.py",
+        "ops/serving_checks.py",
         "_check_distinct_slots",
         "if x[selected].unique().numel() != int(selected.sum()):",
         "if False:",

@@ -16,7 +16,7 @@ import wyfold
 from wyfold import serving
 from wyfold.models import Decoder, DecoderConfig
 from wyfold.models.decoder_call import check_ids
-from wyfold.ops import serving_call
+from wyfold.ops import serving_call, serving_checks
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 from wyfold.runtime import check, segment_rule
@@ -130,7 +130,7 @@ def test_a_captured_step_inside_checked_reads_no_contents(gpu_tensors, monkeypat
     flags: Any = SimpleNamespace(op="op", pad_slot_id=-1, each=False)
     reads = (
         lambda: check_ids(model, ids, None, None),
-        lambda: serving_call._check_distinct(given, flags, {"N": 2, "T": 1}),
+        lambda: serving_checks._check_distinct(given, flags, {"N": 2, "T": 1}),
     )
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with wyfold.checked():

@@ -2,8 +2,9 @@
 
 It has no gradient. Its kernels are those of the differentiable operators, which read and write the slots themselves.
 The recurrent form is one launch. The chunk form has the launches of a call without a pool, and one more if intermediate
-states are stored. The eager backend gathers states from their slots, runs, and scatters them back. So does the chunk
-form if it cuts sequences into segments: the first segment's scan reads a state while the last one's writes it.
+states are stored. The eager backend gathers states from their slots, runs, and scatters them back. So do the kernels of
+a diagonal-plus-low-rank rule, and the chunk form if it cuts sequences into segments: the first segment's scan reads a
+state while the last one's writes it.
 """
 
 from __future__ import annotations
@@ -50,16 +51,17 @@ class PoolCall(NamedTuple):
 
 SERVING_SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, Tensor? cu_seqlens, "
-    "Tensor(a!) pool, Tensor? source, Tensor? target, Tensor? given, Tensor? accepted, "
+    "Tensor? a, Tensor? b, Tensor? w, Tensor(a!) pool, Tensor? source, Tensor? target, Tensor? given, "
+    "Tensor? accepted, "
     "Tensor(b!)? checkpoints, Tensor? checkpoint_source, Tensor(c!) o, bool each, int pad"
 )
-TOKENS = 8
+TOKENS = 11
 """Tensors of the schema before the pool."""
 
 
 def _serve(*arguments: Any) -> None:
-    q, k, v, g, beta, A_log, dt_bias, cu = arguments[:TOKENS]
-    t = DeltaTensors(q, k, v, g, beta, None, A_log, dt_bias, cu, None)
+    q, k, v, g, beta, A_log, dt_bias, cu, *columns = arguments[:TOKENS]
+    t = DeltaTensors(q, k, v, g, beta, None, A_log, dt_bias, cu, None, *columns)
     fields = TOKENS + len(PoolCall._fields)
     s, options = PoolCall(*arguments[TOKENS:fields]), DeltaOptions(*arguments[fields:])
     B, T = q.shape[:2]
@@ -68,14 +70,16 @@ def _serve(*arguments: Any) -> None:
     if cu is not None and check.readable(cu):
         legal_boundaries(options.operator, cu, T)
     grids: Any = table.kernel_module("chunk_grid", options.backend)
-    grid = grids.chunk_grid(B, T, options.chunk_size, cu, 0 if s.each else options.checkpoint_every)
+    own_rows = options.rule == "delta" and s.each  # these kernels store the state after every token themselves
+    grid = grids.chunk_grid(B, T, options.chunk_size, cu, 0 if own_rows else options.checkpoint_every)
     given, accepted = (None if x is None else x.contiguous() for x in (s.given, s.accepted))
     slots = Slots(s.pool, s.pool, s.source, s.target, given, accepted, s.each, s.pad)
-    if options.recurrent and options.backend != "eager":
+    on_slots = options.backend != "eager" and options.rule == "delta"
+    if options.recurrent and on_slots:
         recurrent: Any = table.selected_module("recurrent", options.backend, _key(t, s, options), q.device)
         A_log, dt_bias = (None if x is None else x.contiguous() for x in (A_log, dt_bias))
         recurrent.recurrent(q, k, v, g, beta, A_log, dt_bias, slots, grid, options, s.o)
-    elif options.backend != "eager" and s.o.numel() and not options.segment_chunks:
+    elif on_slots and s.o.numel() and not options.segment_chunks:
         # The scan is the only launch that needs the states. It reads them from the pool and writes them back.
         result, _ = delta_chunk.forward(t, options._replace(final_state=False), s.o, grid, slots)
         _store_checkpoints(t, s, result.states, slots, grid, options)
@@ -86,7 +90,7 @@ def _serve(*arguments: Any) -> None:
 def _key(t: DeltaTensors, s: PoolCall, options: DeltaOptions) -> LaunchKey:
     """Configuration key of a recurrent serving call."""
     keys: Any = table.kernel_module("recurrent", "triton")
-    (_, T, _, K), alone = t.q.shape, t.cu_seqlens is None and not s.each
+    (_, T, _, K), alone = t.q.shape, t.cu_seqlens is None and not s.each and options.erases
     order = {"v_first": options.state_v_first, "alone": alone and T == 1}
     found: LaunchKey = keys.served_key(s.pool, K, t.v.shape[3], t.g, **order)
     return found
@@ -95,7 +99,7 @@ def _key(t: DeltaTensors, s: PoolCall, options: DeltaOptions) -> LaunchKey:
 def _run_on_gathered_states(t: DeltaTensors, s: PoolCall, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
     """Gather states from slots (`enter`), run the differentiable implementation, scatter them back (`leave`).
 
-    The eager backend takes this path, and kernels for a call in segments or without tokens.
+    The eager backend takes this path, and kernels for a low-rank rule, and for a call in segments or without tokens.
     """
     stage: Any = table.kernel_module("state_pool", options.backend)
     entering = s.pool.new_empty(grid.sequences, *s.pool.shape[1:], dtype=options.state_dtype)

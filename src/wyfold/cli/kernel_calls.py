@@ -18,6 +18,8 @@ from wyfold.reference.shapes import Shape
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDTHS = (64, 128)
 PACKED = (0, 70, 70, 90)
+SERVED = {"gated_delta_rule": "delta", "kda": "delta", "gla": "gla", "dplr_delta_rule": "dplr", "gdn2": "gdn2"}
+"""Rules of `reference.inputs` -> those of serving calls."""
 
 
 def kernel_calls(device: torch.device, *, quick: bool) -> dict[str, Callable[[], Any]]:
@@ -55,18 +57,17 @@ def _call(spec: OperatorSpec, shape: Shape, dtype: torch.dtype, device: torch.de
 
 
 def _serving(width: int, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Calls on pools: one token, drafted tokens and prompts of GDN and KDA; convolution; TTT-Linear."""
+    """Calls on pools: one token, drafted tokens and prompts of each rule; convolution; TTT-Linear."""
     rows, slots = 4, torch.arange(8, device=device)
     columns = slots.view(4, 2)
-    for rule in ("gated_delta_rule", "kda"):
+    for operator, rule in SERVED.items():
         for name, T, index in (("decode", 1, slots[:4]), ("verify", 2, columns), ("prefill", 90, slots[:4])):
-            drawn = inputs.draw("random", rule, Shape(rows, T, 2, 4, width, width), dtype=dtype)
-            given = [drawn[x].to(device) for x in ("q", "k", "v", "g", "beta")]
-            pool = torch.zeros(8, 4, width, width, device=device)
-            yield (
-                f"{name} of {rule}",
-                partial(getattr(serving, name), *given, pool, index, state_v_first=True, backend="triton"),
-            )
+            drawn = inputs.draw("random", operator, Shape(rows, T, 2, 4, width, width), dtype=dtype)
+            drawn |= {"g": drawn.pop("gk")} if "gk" in drawn else {}
+            given = {"beta": None} | {key: x.to(device) for key, x in drawn.items()}
+            where = {"pool": torch.zeros(8, 4, width, width, device=device), "state_indices": index}
+            more = {"rule": rule, "state_v_first": True, "backend": "triton"}
+            yield f"{name} of {operator}", partial(getattr(serving, name), **given, **where, **more)
     x, weight = torch.ones(rows, 1, width, device=device, dtype=dtype), torch.ones(width, 4, device=device, dtype=dtype)
     cache = torch.zeros(8, width, 3, device=device, dtype=dtype)
     for name in ("conv1d_update", "conv1d_prefill"):

@@ -57,7 +57,7 @@ def _run(options: DeltaOptions, t: DeltaTensors, flags: DeltaFlags) -> Results:
         check_copy(options.operator, t.q, t.cu_seqlens, t.cu_seqlens_cpu)
     t, widths = fitted(t, options.rule, v_first=options.state_v_first)
     q, k, v = in_autocast_dtype(*t[:3])
-    columns = (t.a, t.b, t.w) if options.rule == "delta" else cast_columns(t, options.rule)
+    columns = (t.a, t.b, t.w) if options.rule == "delta" else cast_columns((t.a, t.b, t.w), options.rule)
     return _results(options, widths, *apply(options.operator, Delta, q, k, v, *t[3:10], *columns, options))
 
 
@@ -75,7 +75,7 @@ def run_across_ranks(t: DeltaTensors, flags: DeltaFlags, context: ContextParalle
         ranked.assert_same(_alike_on_ranks(t, options))
     t, widths = fitted(t, flags.rule, v_first=options.state_v_first)
     q, k, v = in_autocast_dtype(*t[:3])
-    tensors = DeltaTensors(q, k, v, *t[3:10], *cast_columns(t, flags.rule))
+    tensors = DeltaTensors(q, k, v, *t[3:10], *cast_columns((t.a, t.b, t.w), flags.rule))
     return _results(options, widths, *delta_across_ranks(tensors, options, context))
 
 

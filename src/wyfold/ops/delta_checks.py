@@ -20,6 +20,9 @@ from wyfold.runtime.torch_ops import in_autocast_dtype
 STEEPEST_BOUND = -5.0  # lowest log gate that a diagonal block can represent in float32 (docs/algorithm.md, section 5)
 
 
+OptionalColumns = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""a, b and w of a call."""
+
 NO_NAMES: Mapping[str, str] = {}
 
 COLUMN_SHAPES: dict[str, dict[str, str]] = {
@@ -125,7 +128,11 @@ def check_call(t: DeltaTensors, flags: DeltaFlags, context: ContextParallel | No
     given |= {name: getattr(t, name) for name in COLUMN_SHAPES[flags.rule]}
     sizes = check_tensors(op, given, channel=flags.channel, rule=flags.rule, names=dict(flags.names))
     q, k, v = in_autocast_dtype(*t[:3])
-    paired = {name: x for name, x in zip("abw", cast_columns(t, flags.rule), strict=True) if name in PAIRED[flags.rule]}
+    paired = {
+        name: x
+        for name, x in zip("abw", cast_columns((t.a, t.b, t.w), flags.rule), strict=True)
+        if name in PAIRED[flags.rule]
+    }
     alike = {"q": q, "k": k, "v": v, **paired}
     check.same_attribute(op, "dtype", **{flags.name(name): x for name, x in alike.items()})
     cu, N = t.cu_seqlens, check_boundaries(op, q, t.cu_seqlens, flags.tokens, t.cu_seqlens_cpu)
@@ -185,11 +192,11 @@ def check_tensors(
     return sizes
 
 
-def cast_columns(t: DeltaTensors, rule: str) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def cast_columns(columns: OptionalColumns, rule: str) -> OptionalColumns:
     """a, b and w; those that have the dtype of q, in the dtype of an active autocast."""
     a, b, w = (
         in_autocast_dtype(x)[0] if x is not None and name in PAIRED[rule] else x
-        for name, x in zip("abw", (t.a, t.b, t.w), strict=True)
+        for name, x in zip("abw", columns, strict=True)
     )
     return a, b, w
 

@@ -46,7 +46,7 @@ def make_plan(t: DeltaTensors, flags: DeltaFlags, context: ContextParallel | Non
         checked = checked._replace(sizes=checked.sizes | {"HV": t.v.shape[2], "K": widths.key, "V": widths.value})
     if autocast_dtype(t.q.device.type) is not None:
         q, k, v = in_autocast_dtype(*t[:3])
-        t = t._replace(q=q, k=k, v=v, **dict(zip("abw", cast_columns(t, flags.rule), strict=True)))
+        t = t._replace(q=q, k=k, v=v, **dict(zip("abw", cast_columns((t.a, t.b, t.w), flags.rule), strict=True)))
     options = _options(t, flags, checked)
     sizes, on_kernels = checked.sizes, not runs_eagerly(t.q, flags.backend)
     crossing = context if on_kernels and context is not None and _crosses_ranks(context, flags, sizes) else None
@@ -133,7 +133,7 @@ def _keys(
     state, sizes = t.initial_state, checked.sizes
     stored = options.state_dtype if state is None else state.dtype
     if options.rule != "delta":
-        return _low_rank_keys(options, stages, t.q, t.v, stored if options.recurrent else torch.float32)
+        return low_rank_keys(options, stages, t.q, t.v, stored)
     if options.recurrent:
         return token_keys(t.q, t.v, t.g, stored, v_first=options.state_v_first)
     scanned = expected_segments(checked.sequences, sizes["B"] * sizes["T"], options.chunk_size, options.cut)
@@ -239,8 +239,8 @@ def launch_keys(
     return [*keys.items(), *back]
 
 
-def _low_rank_keys(
-    options: DeltaOptions, stages: Stages, q: Tensor, v: Tensor, stored: torch.dtype
+def low_rank_keys(
+    options: DeltaOptions, stages: Stages, q: Tensor, v: Tensor, stored: torch.dtype = torch.float32
 ) -> list[tuple[str, LaunchKey]]:
     """(stage, launch key) of each kernel of a diagonal-plus-low-rank rule. stored: dtype of the states."""
     prepare: Any = table.kernel_module("low_rank_prepare", "triton")

@@ -39,10 +39,7 @@ def call_trials(
             sample(t.dt_bias, "dt_bias", ""),
             boundary_sample(t.cu_seqlens),
             None,  # boundaries on the CPU
-            sample(t.a, "unit", "BT"),
-            # Rates and erase gates are in (0, 1). A column of DPLR is short, since any row may read it.
-            sample(t.b, "step" if options.rule == "given" else "strength", "BT"),
-            sample(t.w, "strength", "BT"),
+            *column_samples(t.a, t.b, t.w, options),
         ),
         tuple(options),
         ("o", "state", "states"),
@@ -60,6 +57,16 @@ def trial_segments(options: DeltaOptions, sequences: int, tokens: int) -> tuple[
     most = CUT_FROM + 1
     likely = -(-expected_segments(sequences, tokens, options.chunk_size, options.cut) // most)
     return options._replace(segment_chunks=1, segments=most), likely, most * options.chunk_size - 7
+
+
+def column_samples(a: Tensor | None, b: Tensor | None, w: Tensor | None, options: DeltaOptions) -> list[Sample | None]:
+    """Samples of a low-rank rule's further tokens."""
+    return [
+        sample(a, "unit", "BT"),
+        # Rates and erase gates are in (0, 1). A column of DPLR is short, since any row may read it.
+        sample(b, "step" if options.rule == "given" else "strength", "BT"),
+        sample(w, "strength", "BT"),
+    ]
 
 
 def token_samples(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,17 +10,28 @@ from torch import Tensor
 from wyfold.autograd.serving_delta import serve_op
 from wyfold.kernels import table
 from wyfold.kernels.trial import TOKENS, Sample, Trial, boundary_sample, sample, with_sequences
-from wyfold.ops.delta_checks import CheckedDelta, GateFlags, check_boundaries, check_gate, check_strength, check_tensors
+from wyfold.ops.delta_checks import CheckedDelta, cast_columns
 from wyfold.ops.delta_plan import (
     SEGMENT_STAGES,
     best_chunk_size,
     call_cut,
     launch_keys,
+    low_rank_keys,
     position_grids,
     runs_eagerly,
     with_backend,
 )
-from wyfold.ops.delta_trials import token_samples, trial_segments
+from wyfold.ops.delta_trials import column_samples, token_samples, trial_segments
+from wyfold.ops.serving_checks import (
+    FLOATS,
+    RULES,
+    ServingFlags,
+    ServingTensors,
+    check_call,
+    check_checkpoints,
+    check_distinct_checkpoints,
+    check_rule,
+)
 from wyfold.runtime import check, segment_rule
 from wyfold.runtime.chunk_layout import expected_segments
 from wyfold.runtime.differentiation import refuse_transforms
@@ -29,85 +40,23 @@ from wyfold.runtime.options import DeltaOptions
 from wyfold.runtime.replay_cache import PublicOperator
 from wyfold.runtime.torch_ops import call, in_autocast_dtype
 
-INDICES = (torch.int32, torch.int64)
-
-FLOATS = ("q", "k", "v", "g", "beta", "pool", "A_log", "dt_bias", "out")
-"""Fields of `ServingTensors` that hold floats, without the pool of checkpoints."""
-
-
-class ServingTensors(NamedTuple):
-    """Tensors of a call, named as in `decode`, `verify` and `prefill`.
-
-    Attributes:
-        cu_seqlens: Boundaries of packed sequences, or None.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor | None
-    beta: Tensor | None
-    A_log: Tensor | None
-    dt_bias: Tensor | None
-    cu_seqlens: Tensor | None
-    pool: Tensor
-    state_indices: Tensor | None
-    output_state_indices: Tensor | None
-    has_initial_state: Tensor | None
-    num_accepted_tokens: Tensor | None
-    checkpoint_pool: Tensor | None
-    checkpoint_indices: Tensor | None
-    out: Tensor | None
-
-
-class ServingFlags(NamedTuple):
-    """Arguments of a call that are no tensors, named as in `decode`, `verify` and `prefill`.
-
-    Attributes:
-        op: Operator's name, for messages.
-        channel: One decay per key channel (KDA) instead of one per head.
-        swapped: Tokens are [1, N, ..] instead of [N, 1, ..].
-        chunked: Use the chunk form instead of the recurrence.
-        each: Keep the state after every token (`verify`).
-        tokens: Length of the buffer of a `SequenceLayout`, else None.
-    """
-
-    op: str
-    channel: bool
-    state_v_first: bool
-    pad_slot_id: int
-    scale: float | None
-    use_qk_l2norm_in_kernel: bool
-    use_beta_sigmoid_in_kernel: bool
-    allow_neg_eigval: bool
-    use_gate_in_kernel: bool
-    safe_gate: bool
-    lower_bound: float | None
-    backend: str | None
-    swapped: bool = False
-    chunked: bool = False
-    each: bool = False
-    checkpoint_every: int | None = None
-    tokens: int | None = None
-    max_splits: int | None = None
-
 
 def run(options: DeltaOptions, t: ServingTensors, flags: ServingFlags) -> Tensor:
     """Run a checked call."""
-    q, k, v, g, beta, A_log, dt_bias, cu, pool, source, target, given, accepted, checkpoints, rows, out = t
-    refuse_transforms(flags.op, *t[:5], pool, out)
-    written = out
-    if flags.swapped:
-        q, k, v, g, beta, written = map(swap_batch_time, (q, k, v, g, beta, out))
+    refuse_transforms(flags.op, *t[:5], t.pool, t.out, t.a, t.b, t.w)
+    out = t.out
+    t = _batch_first(t) if flags.swapped else t
+    q, k, v, g, beta, A_log, dt_bias, cu, pool, source, target, given, accepted, checkpoints, rows, written = t[:16]
     q, k, v = in_autocast_dtype(q, k, v)
+    a, b, w = cast_columns((t.a, t.b, t.w), options.rule)
     o: Tensor = v.new_empty(v.shape) if written is None else written
     if source is not None and not flags.each:
         source = source[:, None]
     if rows is not None:
         rows = rows.flatten()
     call(
-        serve_op, q, k, v, g, beta, A_log, dt_bias, cu, pool, source, target, given, accepted, checkpoints, rows,
-        o, flags.each, flags.pad_slot_id, *options,
+        serve_op, q, k, v, g, beta, A_log, dt_bias, cu, a, b, w, pool, source, target, given, accepted, checkpoints,
+        rows, o, flags.each, flags.pad_slot_id, *options,
     )  # fmt: skip
     if out is not None:
         returned: Tensor = out
@@ -117,22 +66,27 @@ def run(options: DeltaOptions, t: ServingTensors, flags: ServingFlags) -> Tensor
 
 def make_plan(t: ServingTensors, flags: ServingFlags) -> DeltaOptions:
     """Check the call and return its options."""
-    refuse_transforms(flags.op, *t[:5], t.pool, t.out)
-    if flags.swapped:
-        names = ("q", "k", "v", "g", "beta", "out")
-        t = t._replace(**{name: swap_batch_time(getattr(t, name)) for name in names})
-    checked = _check_call(t, flags)
+    refuse_transforms(flags.op, *t[:5], t.pool, t.out, t.a, t.b, t.w)
+    check_rule(t, flags)
+    t = _batch_first(t) if flags.swapped else t
+    checked = check_call(t, flags)
     q, k, v = in_autocast_dtype(*t[:3])
     t = t._replace(q=q, k=k, v=v)
     options = _options(t, flags, checked)
     # The scan reads and writes the slots itself, unless segments or checkpoints make the states pass through copies.
-    copied = ("state_pool",) if flags.chunked and (options.checkpoint_every or options.cut.chunks) else ()
+    # So do all states of a low-rank rule.
+    low_rank = options.rule != "delta"
+    passes = low_rank or (flags.chunked and (options.checkpoint_every or options.cut.chunks))
+    copied = ("state_pool",) if passes else ()
     between = SEGMENT_STAGES if options.cut.chunks else ()
+    steps = ("prepare", *between, "scan") if flags.chunked else ("prepare", "recurrent")
+    pools = ("state_pool",) if flags.chunked or low_rank else ()
     return with_backend(
         options,
         (q, k, v, t.g),
         flags.backend,
-        (("state_pool", "prepare", *between, "scan") if flags.chunked else ("prepare", "recurrent"), ()),
+        ((*pools, *map(options.stage, steps)), ()),
+        columns=(t.a, t.b),
         dtypes=table.dtypes(*[getattr(t, name) for name in FLOATS], t.checkpoint_pool),
         keys=lambda: [*[(stage, LaunchKey()) for stage in copied], *_keys(t, flags, checked, options, between)],
         trials=lambda: _trials(t, flags, checked.sequences, options),
@@ -142,52 +96,18 @@ def make_plan(t: ServingTensors, flags: ServingFlags) -> DeltaOptions:
     )
 
 
-def _check_call(t: ServingTensors, flags: ServingFlags) -> CheckedDelta:
-    """Run all checks except those of checkpoints and segments. `every` is that of a call without checkpoints."""
-    op = flags.op
-    sizes = check_tensors(
-        op, dict(zip(ServingTensors._fields[:7], t[:7], strict=True)), channel=flags.channel, pooled=True
-    )
-    q, k, v = in_autocast_dtype(*t[:3])
-    check.same_attribute(op, "dtype", q=q, k=k, v=v)
-    cu, out = t.cu_seqlens, t.out
-    sizes["N"] = check_boundaries(op, q, cu, flags.tokens)
-    _check_slots(t, flags, sizes)
-    if flags.each and cu is None and t.state_indices is not None and sizes["T"] > t.state_indices.shape[1]:
-        columns = t.state_indices.shape[1]
-        raise ValueError(f"{op}: state_indices must have a column for each of T = {sizes['T']} tokens, got {columns}")
-    if check.checking_contents():
-        _check_distinct(t, flags, sizes)
-    if out is not None:
-        check.shapes(op, known=sizes, out=(out, "B T HV V"))
-        check.output_dtype(op, out, v=v)
-        check.same_attribute(op, "device", v=v, out=out)
-        check.no_overlap(op, out=out)
-    check.flag(
-        op,
-        use_qk_l2norm_in_kernel=flags.use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel=flags.use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=flags.allow_neg_eigval,
-    )
-    check_strength(op, t.beta, logit=flags.use_beta_sigmoid_in_kernel, doubled=flags.allow_neg_eigval)
-    gate = GateFlags(flags.channel, flags.use_gate_in_kernel, flags.safe_gate, flags.lower_bound)
-    activation, lower_bound, clamp = check_gate(op, t.g, t.A_log, t.dt_bias, gate, sizes, cu)
-    check.no_gradients(op, {name: getattr(t, name) for name in FLOATS})
-    scale = int(sizes["K"]) ** -0.5 if flags.scale is None else check.number(op, "scale", flags.scale)
-    return CheckedDelta(sizes, sizes["N"], cu is not None, activation, lower_bound, clamp, scale, int(flags.each))
-
-
 def _options(t: ServingTensors, flags: ServingFlags, checked: CheckedDelta) -> DeltaOptions:
     """The options of a checked call, with kernels as its backend."""
     chunk_size, every, cut = 1 if flags.each else 64, checked.every, segment_rule.WHOLE
+    rule = RULES[flags.rule]
     if flags.chunked:
-        chunk_size = best_chunk_size(t.q, t.v, channel_gate=flags.channel)
-        every = _check_checkpoints(t, flags, chunk_size, checked.sizes)
+        chunk_size = best_chunk_size(t.q, t.v, channel_gate=flags.channel, rule=rule.rule)
+        every = check_checkpoints(t, flags, chunk_size, checked.sizes)
         if check.checking_contents():
-            _check_distinct_checkpoints(t, flags, every, checked.sizes)
+            check_distinct_checkpoints(t, flags, every, checked.sizes)
         if flags.max_splits is not None:
             check.integer(flags.op, "max_splits", flags.max_splits, least=1)
-        if not every:  # checkpoints are the states of one scan
+        if not every and rule.rule == "delta":  # checkpoints are the states of one scan
             eager = runs_eagerly(t.q, flags.backend)
             cut = call_cut(t.q, t.v, chunk_size, flags.max_splits, packed=checked.packed, eager=eager)
     return DeltaOptions(
@@ -210,6 +130,8 @@ def _options(t: ServingTensors, flags: ServingFlags, checked: CheckedDelta) -> D
         backend="triton",
         segment_chunks=cut.chunks,
         segments=cut.most,
+        rule=rule.rule,
+        erases=rule.erases,
     )
 
 
@@ -218,9 +140,12 @@ def _keys(
 ) -> list[tuple[str, LaunchKey]]:
     """(stage, launch key) of each kernel of a call. between: Its stages of segments."""
     sizes = checked.sizes
+    if options.rule != "delta":
+        return low_rank_keys(options, (("prepare", "scan" if flags.chunked else "recurrent"), ()), t.q, t.v)
     if not flags.chunked:
         recurrent: Any = table.kernel_module("recurrent", "triton")
-        order = {"v_first": flags.state_v_first, "alone": not checked.packed and not flags.each and sizes["T"] == 1}
+        alone = not checked.packed and not flags.each and sizes["T"] == 1 and options.erases
+        order = {"v_first": flags.state_v_first, "alone": alone}
         return [("recurrent", recurrent.served_key(t.pool, sizes["K"], sizes["V"], t.g, **order))]
     likely = expected_segments(checked.sequences, sizes["B"] * sizes["T"], options.chunk_size, options.cut)
     stages, kept = (("prepare", *between, "scan"), ()), options.checkpoint_every > 0
@@ -249,6 +174,7 @@ def _trials(t: ServingTensors, flags: ServingFlags, sequences: int, options: Del
             sample(t.A_log, "A_log", ""),
             sample(t.dt_bias, "dt_bias", ""),
             boundary_sample(cu),
+            *column_samples(t.a, t.b, t.w, options),
             sample(t.pool, "normal", "S"),
             *slot_samples(t.state_indices, t.output_state_indices, each=flags.each),
             sample(t.has_initial_state, "flags", "N"),
@@ -262,7 +188,7 @@ def _trials(t: ServingTensors, flags: ServingFlags, sequences: int, options: Del
         tokens=length,
         packed=cu is not None,
         gradients=False,
-        rounding="once" if options.recurrent else "chunks",
+        rounding="inputs" if options.rule != "delta" else "once" if options.recurrent else "chunks",
         written=length if flags.each else 1,
     )
     if options.recurrent:
@@ -283,120 +209,10 @@ def slot_samples(
     return read, written
 
 
-def _check_checkpoints(t: ServingTensors, flags: ServingFlags, chunk_size: int, sizes: dict[str, int]) -> int:
-    """Check the checkpoint arguments; return the tokens between stored states, or 0 if none are stored."""
-    op = flags.op
-    given = flags.checkpoint_every, t.checkpoint_pool, t.checkpoint_indices
-    if all(x is None for x in given):
-        return 0
-    if any(x is None for x in given):
-        names = "checkpoint_every", "checkpoint_pool", "checkpoint_indices"
-        missing = ", ".join(name for name, x in zip(names, given, strict=True) if x is None)
-        raise ValueError(
-            f"{op}: checkpoint_every, checkpoint_pool and checkpoint_indices must come together, got no {missing}"
-        )
-    every = check.integer(op, "checkpoint_every", flags.checkpoint_every, least=1)
-    if every % chunk_size:
-        raise ValueError(f"{op}: checkpoint_every must be a multiple of the chunk, {chunk_size}, got {every}")
-    _check_pool(op, "checkpoint_pool", t.q, t.checkpoint_pool, flags.state_v_first, sizes)
-    rows = [sizes["T"] // every] if t.cu_seqlens is not None else [sizes["B"], sizes["T"] // every]
-    _check_rows(op, t.q, "checkpoint_indices", t.checkpoint_indices, rows, INDICES)
-    return every
-
-
-def _check_slots(t: ServingTensors, flags: ServingFlags, sizes: dict[str, int]) -> None:
-    """Check the pool and the index tensors."""
-    op, q, N = flags.op, t.q, sizes["N"]
-    check.flag(op, state_v_first=flags.state_v_first)
-    check.integer(op, "pad_slot_id", flags.pad_slot_id, least=-1)
-    _check_pool(op, "pool", q, t.pool, flags.state_v_first, sizes)
-    rows = [N, t.state_indices.shape[1]] if flags.each and t.state_indices is not None else [N]
-    _check_rows(op, q, "has_initial_state", t.has_initial_state, [N], (torch.bool,))
-    _check_rows(op, q, "num_accepted_tokens", t.num_accepted_tokens, [N], INDICES)
-    _check_rows(op, q, "state_indices", t.state_indices, rows, INDICES)
-    _check_rows(op, q, "output_state_indices", t.output_state_indices, rows, INDICES)
-
-
-def _check_distinct(t: ServingTensors, flags: ServingFlags, sizes: dict[str, int]) -> None:
-    """Check that no slot is written twice, or written by one row and read by another.
-
-    Indices of skipped rows and columns after a row's last token are ignored.
-    """
-    op, given, accepted, cu, N = flags.op, t.has_initial_state, t.num_accepted_tokens, t.cu_seqlens, sizes["N"]
-    indices = t.state_indices, t.output_state_indices
-    rows = torch.arange(N, device=t.q.device)
-    if not all(x is None or check.readable(x) for x in (*indices, given, accepted, cu, rows)):
-        return
-    source, target = (None if x is None else x.to(torch.int64).view(N, x.shape[1:].numel()) for x in indices)
-    source = rows[:, None] if source is None else source
-    _check_distinct_slots(op, "state_indices", source, _live_slots(source, t.pool, flags))
-    if target is None:
-        return
-    column = rows * 0 if accepted is None else (accepted.to(torch.int64) - 1).clamp(0, source.shape[1] - 1)
-    entry = source.gather(1, column[:, None])
-    live = _live_slots(entry, t.pool, flags)
-    tokens = (rows * 0 + sizes["T"] if cu is None else cu.diff())[:, None]
-    written = live & _live_slots(target, t.pool, flags)
-    if flags.each:
-        written &= torch.arange(target.shape[1], device=t.q.device) < tokens
-    _check_distinct_slots(op, "output_state_indices", target, written)
-    read = live if given is None else live & given[:, None]
-    if torch.isin(target[written & (target != entry)], entry[read]).any():
-        got = f"got {target.squeeze(1).tolist()} beside {source.squeeze(1).tolist()}"
-        raise ValueError(f"{op}: output_state_indices must name no slot that another row starts from, {got}")
-
-
-def _check_distinct_checkpoints(t: ServingTensors, flags: ServingFlags, every: int, sizes: dict[str, int]) -> None:
-    """Check that no two checkpoints go to one slot.
-
-    Indices of skipped sequences, and those past the last checkpoint of a packed batch, are ignored.
-    """
-    source, indices, pool, cu = t.state_indices, t.checkpoint_indices, t.checkpoint_pool, t.cu_seqlens
-    rows = torch.arange(sizes["N"], device=t.q.device)
-    if indices is None or pool is None or not all(x is None or check.readable(x) for x in (source, indices, cu, rows)):
-        return
-    live = _live_slots(rows if source is None else source, t.pool, flags)
-    states = rows * 0 + sizes["T"] // every if cu is None else cu.diff() // every
-    of_live = live.repeat_interleave(states)
-    indices = indices.flatten()[:, None]
-    written = _live_slots(indices, pool, flags)
-    written[: of_live.numel()] &= of_live[:, None]
-    written[of_live.numel() :] = False
-    _check_distinct_slots(flags.op, "checkpoint_indices", indices, written)
-
-
-def _live_slots(x: Tensor, pool: Tensor, flags: ServingFlags) -> Tensor:
-    """Mask of the indices that are live slots of a pool."""
-    return (x > flags.pad_slot_id) & (x < pool.shape[0])
-
-
-def _check_distinct_slots(op: str, name: str, x: Tensor, selected: Tensor) -> None:
-    """Check that the selected slots are distinct."""
-    if x[selected].unique().numel() != int(selected.sum()):
-        raise ValueError(f"{op}: {name} must hold distinct slots, got {x.squeeze(1).tolist()}")
-
-
-def _check_pool(op: str, name: str, q: Tensor, pool: Tensor | None, v_first: bool, sizes: dict[str, int]) -> None:
-    check.shapes(op, optional=(), known=sizes, **{name: (pool, "slots HV V K" if v_first else "slots HV K V")})
-    pool = check.tensor(op, name, pool)
-    check.floating(op, check.state_dtypes(q), **{name: pool})
-    if pool.stride()[2:] != (pool.shape[3], 1):
-        raise ValueError(f"{op}: {name} must hold each head's state in one piece, got strides {pool.stride()}")
-    check.no_overlap(op, **{name: pool})
-    check.same_attribute(op, "device", q=q, **{name: pool})
-
-
-def _check_rows(
-    op: str, q: Tensor, name: str, x: Tensor | None, shape: list[int], dtypes: tuple[torch.dtype, ...]
-) -> None:
-    """Check an optional tensor of integers or flags, one per sequence, draft or checkpoint."""
-    if x is None:
-        return
-    if list(check.tensor(op, name, x).shape) != shape or x.dtype not in dtypes:
-        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        got = f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-        raise ValueError(f"{op}: {name} must be {shape} {wanted}, got {got}")
-    check.same_attribute(op, "device", q=q, **{name: x})
+def _batch_first(t: ServingTensors) -> ServingTensors:
+    """Tokens [N, 1, ..] of tokens [1, N, ..]."""
+    names = ("q", "k", "v", "g", "beta", "out", "a", "b", "w")
+    return t._replace(**{name: swap_batch_time(getattr(t, name)) for name in names})
 
 
 def swap_batch_time(x: Any) -> Any:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from wyfold.ops import serving_call
 from wyfold.ops.delta_plan import known_short
-from wyfold.ops.serving_call import SERVING, ServingFlags, ServingTensors
+from wyfold.ops.serving_call import SERVING
+from wyfold.ops.serving_checks import RULES, ServingFlags, ServingTensors
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries_of
-from wyfold.runtime.options import DeltaOptions
-from wyfold.runtime.replay_cache import PublicOperator, planned
-from wyfold.runtime.torch_ops import in_autocast_dtype
+from wyfold.runtime.replay_cache import planned
 
 
 def decode(
@@ -26,6 +22,10 @@ def decode(
     state_indices: Tensor | None = None,
     *,
     state_v_first: bool,
+    rule: str = "delta",
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    w: Tensor | None = None,
     has_initial_state: Tensor | None = None,
     output_state_indices: Tensor | None = None,
     pad_slot_id: int = -1,
@@ -50,6 +50,14 @@ def decode(
     DeltaNet if g is None, GDN if it is [N, 1, HV], KDA if it is [N, 1, HV, K]. A token has the bits of
     `fused_recurrent_*` from the same float32 state. No gradient and no device synchronisation.
 
+    With another `rule`, the update of the state is that of another operator, and beta is None:
+
+    - "gla": `fused_recurrent_gla`. Norm and gate are the caller's: flags of theirs are refused.
+    - "dplr": `fused_recurrent_dplr_delta_rule` with gk = g; IPLR if g is None; RWKV-7 with scale=1.
+    - "gdn2": `fused_recurrent_gdn2`.
+
+    "dplr" and "gdn2" copy states out of the pool and back, around the kernel of the whole-sequence operator.
+
     A row is skipped if its slot is not above `pad_slot_id` or not in the pool: the pool is not accessed for it, and its
     output is zero. The live slots of a call must be distinct, and no row may write a slot that another row reads; the
     order of such accesses is undefined.
@@ -66,6 +74,10 @@ def decode(
             elements are slower and change last bits. Arithmetic is float32; states are rounded when stored.
         state_indices: [N] int32 or int64 slot of each row. None: row n uses slot n.
         state_v_first: Layout of the pool. No default, because the shape does not show it where K = V.
+        rule: "delta", "gla", "dplr" or "gdn2".
+        a, b: [N, 1, H, K], dtype of q. Erasing row and column of "dplr". b of "gdn2": [N, 1, HV, K] any float, the
+            erase gate; None: 1.
+        w: [N, 1, HV, V] any float. Write gate of "gdn2"; None: 1.
         has_initial_state: [N] bool. False: the row starts from zeros and ignores its slot. None: all True.
         output_state_indices: [N] int32 or int64 slot each state is written to. None: state_indices. A state whose
             index is not a slot is not written.
@@ -89,7 +101,7 @@ def decode(
 
     Source:
         DeltaNet, arXiv:2406.06484, section 2.2; Gated DeltaNet, arXiv:2412.06464v3, Eq. (10); Kimi Linear,
-        arXiv:2510.26692, Eq. (1).
+        arXiv:2510.26692, Eq. (1). Other rules: as their operators.
 
     Examples:
         >>> import torch
@@ -105,7 +117,7 @@ def decode(
         raise ValueError(f"decode: q must be [N, 1, H, K] or [1, N, H, K], got {list(q.shape)}")
     flags = ServingFlags(
         op="decode",
-        channel=_is_channel(g),
+        channel=_is_channel(g, rule),
         state_v_first=state_v_first,
         pad_slot_id=pad_slot_id,
         scale=scale,
@@ -116,171 +128,14 @@ def decode(
         safe_gate=safe_gate,
         lower_bound=lower_bound,
         backend=backend,
+        rule=rule,
         swapped=swapped,
     )
     tensors = ServingTensors(
         q, k, v, g, beta, A_log, dt_bias, None, pool, state_indices, output_state_indices, has_initial_state,
-        None, None, None, out,
+        None, None, None, out, a, b, w,
     )  # fmt: skip
     return planned(SERVING, tensors, flags)
-
-
-def decode_packed(
-    mixed_qkv: Tensor,
-    raw_g: Tensor,
-    raw_beta: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    pool: Tensor,
-    state_indices: Tensor | None = None,
-    *,
-    heads: tuple[int, int],
-    dims: tuple[int, int],
-    state_v_first: bool,
-    has_initial_state: Tensor | None = None,
-    output_state_indices: Tensor | None = None,
-    pad_slot_id: int = -1,
-    out: Tensor | None = None,
-    scale: float | None = None,
-    safe_gate: bool = False,
-    lower_bound: float | None = None,
-    allow_neg_eigval: bool = False,
-    backend: str | None = None,
-) -> Tensor:
-    """`decode` from a layer's projections: concatenated q, k and v, with raw gate and write strength.
-
-        q, k, v = mixed_qkv split by heads;   q <- q / |q|;   k <- k / |k|
-        g = -exp(A_log) softplus(raw_g + dt_bias)           or lower_bound sigmoid(exp(A_log) (raw_g + dt_bias))
-        beta = sigmoid(raw_beta)                            twice that with allow_neg_eigval
-        S = pool[state_indices[n]]                          zeros where has_initial_state[n] is False
-        S <- exp(g) S;   S <- S + beta k (v - S^T k)^T;   o = scale S^T q
-        pool[state_indices[n]] = S                          or pool[output_state_indices[n]]
-
-    On a GPU all of it is one launch. The norm is x (sum x^2 + 1e-6)^(-1/2).
-
-    Args:
-        mixed_qkv: [N, D], D = 2 H K + HV V: q, k and v of each row, after the short convolution, head by head.
-        raw_g: [N, HV] (GDN), or [N, HV, K] or [N, HV * K] (KDA), any float. Pre-activation of the gate.
-        raw_beta: [N, HV] any float. Logit of the write strength.
-        A_log: HV elements, any float. Natural log of the rate. None: rate 1.
-        dt_bias: [HV] (GDN), or [HV, K] or [HV * K] (KDA), any float. None: 0.
-        pool, state_indices, state_v_first, has_initial_state, output_state_indices, pad_slot_id, scale, backend: As in
-            `decode`.
-        heads: (H, HV).
-        dims: (K, V).
-        safe_gate: Clamp log decays from below at `lower_bound`, which is then in [-5, 0) and defaults to -5.
-        lower_bound: < 0. Bound of the bounded gate. None: the softplus gate.
-        allow_neg_eigval: Use twice the sigmoid, in [0, 2].
-        out: [N, HV, V] output buffer, returned: dtype of mixed_qkv, or float32 for 16-bit mixed_qkv.
-
-    Returns:
-        o: [N, HV, V]; `out` if given.
-
-    Raises:
-        TypeError: An argument has the wrong Python type; heads or dims is not a pair of ints.
-        ValueError: A shape, dtype, device or combination is wrong, or an argument requires a gradient. Inside
-            `checked` also: live slots are not distinct, or a row writes a slot that another row reads.
-        UnsupportedError: No backend, or not the demanded one, serves the device and dtypes.
-
-    Source:
-        Gated DeltaNet, arXiv:2412.06464v3, Eq. (10) and section 3.4; Kimi Linear, arXiv:2510.26692, Eq. (1).
-
-    Examples:
-        >>> import torch
-        >>> from wyfold import serving
-        >>> pool = torch.zeros(8, 4, 16, 32)
-        >>> mixed = torch.randn(3, 2 * 2 * 16 + 4 * 32)
-        >>> serving.decode_packed(
-        ...     mixed, torch.randn(3, 4), torch.randn(3, 4), torch.zeros(4), None, pool, torch.tensor([1, 4, 2]),
-        ...     heads=(2, 4), dims=(16, 32), state_v_first=False,
-        ... ).shape
-        torch.Size([3, 4, 32])
-    """
-    sizes = *_pair("decode_packed", "heads", heads), *_pair("decode_packed", "dims", dims)
-    flags = ServingFlags(
-        op="decode_packed",
-        channel=False,  # until raw_g is looked at
-        state_v_first=state_v_first,
-        pad_slot_id=pad_slot_id,
-        scale=scale,
-        use_qk_l2norm_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True,
-        allow_neg_eigval=allow_neg_eigval,
-        use_gate_in_kernel=True,
-        safe_gate=safe_gate,
-        lower_bound=lower_bound,
-        backend=backend,
-    )
-    tensors = (
-        mixed_qkv, raw_g, raw_beta, A_log, dt_bias, pool, state_indices, output_state_indices, has_initial_state, out,
-    )  # fmt: skip
-    return planned(_DECODE_PACKED, tensors, (*sizes, *flags))
-
-
-def _plan_packed(tensors: tuple[Any, ...], values: tuple[Any, ...]) -> DeltaOptions:
-    """Check the call and return its options."""
-    _check_projections(tensors, values)
-    try:
-        return serving_call.make_plan(*_unpacked(tensors, values))
-    except ValueError:
-        # The shared checks name q, k, v, g and beta; raise in the names of this operator's arguments instead.
-        _check_packed(tensors, values)
-        raise
-
-
-def _run_packed(options: DeltaOptions, tensors: tuple[Any, ...], values: tuple[Any, ...]) -> Tensor:
-    o, out = serving_call.run(options, *_unpacked(tensors, values)), tensors[-1]
-    found: Tensor = o[:, 0] if out is None else out
-    return found
-
-
-_DECODE_PACKED = PublicOperator(_plan_packed, _run_packed)
-
-
-def _check_projections(tensors: tuple[Any, ...], values: tuple[Any, ...]) -> None:
-    """Check what `_unpacked` reads."""
-    (mixed_qkv, raw_g, raw_beta, *_, out), (H, HV, K, V) = tensors, values[:4]
-    op, width = "decode_packed", 2 * H * K + HV * V
-    if check.tensor(op, "mixed_qkv", mixed_qkv).ndim != 2 or mixed_qkv.shape[1] != width:
-        raise ValueError(f"{op}: mixed_qkv must be [N, 2 H K + HV V] = [N, {width}], got {list(mixed_qkv.shape)}")
-    N = mixed_qkv.shape[0]
-    shape = list(check.tensor(op, "raw_g", raw_g).shape)
-    if shape not in ([N, HV], [N, HV, K], [N, HV * K]):
-        wanted = f"[{N}, {HV}], [{N}, {HV}, {K}] or [{N}, {HV * K}]"
-        raise ValueError(f"{op}: raw_g must be [N, HV], [N, HV, K] or [N, HV * K] = {wanted}, got {shape}")
-    check.shapes(op, known={"N": N, "HV": HV}, raw_beta=(raw_beta, "N HV"))
-    if out is not None:
-        check.shapes(op, known={"N": N, "HV": HV, "V": V}, out=(out, "N HV V"))
-
-
-def _unpacked(tensors: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[ServingTensors, ServingFlags]:
-    """The arguments of `decode`: q, k and v as views; the gate kind follows from the shape of raw_g."""
-    mixed_qkv, raw_g, raw_beta, A_log, dt_bias, pool, source, target, given, out = tensors
-    H, HV, K, V = values[:4]
-    q, k, v = mixed_qkv.split([H * K, H * K, HV * V], 1)
-    if raw_g.shape[1:] == (HV * K,) and raw_g.shape[1:] != (HV,):
-        raw_g = raw_g.unflatten(1, (HV, K))
-    flags = ServingFlags(*values[4:])._replace(channel=raw_g.ndim == 3)
-    unpacked = ServingTensors(
-        q.unflatten(1, (H, K))[:, None], k.unflatten(1, (H, K))[:, None], v.unflatten(1, (HV, V))[:, None],
-        raw_g[:, None], raw_beta[:, None], A_log, dt_bias, None, pool, source, target, given,
-        None, None, None, None if out is None else out[:, None],
-    )  # fmt: skip
-    return unpacked, flags
-
-
-def _check_packed(tensors: tuple[Any, ...], values: tuple[Any, ...]) -> None:
-    """Repeat the shared checks whose messages would name arguments that `decode_packed` does not have."""
-    (mixed_qkv, raw_g, raw_beta, A_log, dt_bias, pool, *_, out), (H, HV, K, V) = tensors, values[:4]
-    op = "decode_packed"
-    check.head_groups(op, H, HV, keys="q and k in heads", values="heads")
-    check.width(op, "K", "dims", K)
-    check.width(op, "V", "dims", V)
-    given = {"mixed_qkv": mixed_qkv, "raw_g": raw_g, "raw_beta": raw_beta}
-    check.floating(op, mixed_qkv=mixed_qkv, raw_g=raw_g, raw_beta=raw_beta)
-    check.same_attribute(op, "device", **given, A_log=A_log, dt_bias=dt_bias, pool=pool, out=out)
-    check.output_dtype(op, out, mixed_qkv=in_autocast_dtype(mixed_qkv)[0])
-    check.no_gradients(op, given)
 
 
 def verify(
@@ -293,6 +148,10 @@ def verify(
     state_indices: Tensor,
     *,
     state_v_first: bool,
+    rule: str = "delta",
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    w: Tensor | None = None,
     cu_seqlens: Tensor | SequenceLayout | None = None,
     num_accepted_tokens: Tensor | None = None,
     has_initial_state: Tensor | None = None,
@@ -315,7 +174,7 @@ def verify(
         S = pool[state_indices[n, max(num_accepted_tokens[n], 1) - 1]]
         for each token j:
             S <- exp(g_j) S;   S <- S + beta_j k_j (v_j - S^T k_j)^T;   o_j = scale S^T q_j
-            pool[state_indices[n, j]] = S
+            pool[state_indices[n, j]] = S           or the update of another `rule`
 
     The next call starts from the state after the last accepted token, selected by `num_accepted_tokens`: no rollback
     and no copy. With a float32 pool the results are bit-identical to as many single steps.
@@ -369,7 +228,7 @@ def verify(
     cu, tokens = boundaries_of(cu_seqlens)
     flags = ServingFlags(
         op=op,
-        channel=_is_channel(g),
+        channel=_is_channel(g, rule),
         state_v_first=state_v_first,
         pad_slot_id=pad_slot_id,
         scale=scale,
@@ -380,12 +239,13 @@ def verify(
         safe_gate=safe_gate,
         lower_bound=lower_bound,
         backend=backend,
+        rule=rule,
         each=True,
         tokens=tokens,
     )
     tensors = ServingTensors(
         q, k, v, g, beta, A_log, dt_bias, cu, pool, state_indices, output_state_indices, has_initial_state,
-        num_accepted_tokens, None, None, out,
+        num_accepted_tokens, None, None, out, a, b, w,
     )  # fmt: skip
     return planned(SERVING, tensors, flags)
 
@@ -400,6 +260,10 @@ def prefill(
     state_indices: Tensor | None = None,
     *,
     state_v_first: bool,
+    rule: str = "delta",
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    w: Tensor | None = None,
     cu_seqlens: Tensor | SequenceLayout | None = None,
     checkpoint_every: int | None = None,
     checkpoint_pool: Tensor | None = None,
@@ -429,6 +293,8 @@ def prefill(
     With a float32 pool, bit-identical to `chunk_delta_rule`, `chunk_gated_delta_rule` or `chunk_kda` with the same
     `max_splits`: like them it cuts long sequences into segments on a GPU, unless `max_splits=1` or checkpoints are
     stored. Sequences of one token may be mixed with long ones; `decode` is faster for a batch of single tokens.
+
+    With another `rule`, the update is that of `chunk_gla`, `chunk_dplr_delta_rule` or `chunk_gdn2`.
 
     Args:
         q: [B, T, H, K], or packed [1, T, H, K] with cu_seqlens; float32, float16, bfloat16, or float64 (`eager`).
@@ -477,7 +343,7 @@ def prefill(
     cu, tokens = boundaries_of(cu_seqlens)
     flags = ServingFlags(
         op="prefill",
-        channel=_is_channel(g),
+        channel=_is_channel(g, rule),
         state_v_first=state_v_first,
         pad_slot_id=pad_slot_id,
         scale=scale,
@@ -488,6 +354,7 @@ def prefill(
         safe_gate=safe_gate,
         lower_bound=lower_bound,
         backend=backend,
+        rule=rule,
         chunked=True,
         checkpoint_every=checkpoint_every,
         tokens=tokens,
@@ -495,16 +362,12 @@ def prefill(
     )
     tensors = ServingTensors(
         q, k, v, g, beta, A_log, dt_bias, cu, pool, state_indices, output_state_indices, has_initial_state,
-        None, checkpoint_pool, checkpoint_indices, out,
+        None, checkpoint_pool, checkpoint_indices, out, a, b, w,
     )  # fmt: skip
     return planned(SERVING, tensors, flags)
 
 
-def _is_channel(g: Tensor | None) -> bool:
-    return isinstance(g, Tensor) and g.ndim == 4
-
-
-def _pair(op: str, name: str, value: object) -> tuple[int, int]:
-    if not isinstance(value, tuple | list) or len(value) != 2:
-        raise TypeError(f"{op}: {name} must be two ints, got {value!r}")
-    return check.integer(op, name, value[0], least=1), check.integer(op, name, value[1], least=1)
+def _is_channel(g: Tensor | None, rule: str) -> bool:
+    """Whether the gate has a decay per key channel, by the rule or by the shape of g."""
+    known = RULES[rule].channel if rule in RULES else None
+    return isinstance(g, Tensor) and g.ndim == 4 if known is None else known

@@ -1,13 +1,17 @@
-"""`enter`, `leave` and `leave_between` in Triton: one program per state, head and piece of it, copied in memory
-order."""
+"""`enter`, `leave` and `leave_between` in Triton: one program per state, head and piece of it, copied in memory order.
+
+`leave_each` is made from these.
+"""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from wyfold.kernels.records import Slots
+from wyfold.kernels.state_pool.eager import entered
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import Config, LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
@@ -78,6 +82,32 @@ def leave_between(states: Tensor, slots: Slots, grid: ChunkGrid, pool: Tensor, w
         BN=BN,
         **config.options(),
     )
+
+
+def leave_each(states: Tensor, slots: Slots, pool: Tensor, grid: ChunkGrid, o: Tensor) -> None:
+    """`leave` for the states [tokens, HV, ., .] after every token; that after token j goes to the slot in column j.
+
+    A few operations of PyTorch find the slots; none waits for the device.
+    """
+    columns = slots.source if slots.target is None else slots.target
+    N, T = grid.sequences, grid.tokens
+    if columns is None or states.shape[0] == 0:
+        return
+    C = columns.shape[1]
+    slot, _ = entered(slots, N, pool)
+    source = slot[:, None]
+    if grid.cu is None:
+        where = columns[:, :T].flatten()
+    else:
+        rows = torch.arange(T, device=pool.device)
+        sequence = torch.searchsorted(grid.cu[1 : N + 1], rows, right=True).clamp(max=N - 1)
+        column = rows - grid.cu[sequence]
+        there = columns[sequence, column.clamp(max=C - 1)]
+        where = torch.where(column < C, there, -1)
+    leave_between(states, Slots(pool, None, source, pad=slots.pad), grid, pool, where)
+    # Stores no state, because no target is a slot; clears the outputs of skipped sequences.
+    nowhere = torch.full_like(source, -1)
+    leave(states[:1].expand(N, *pool.shape[1:]), Slots(pool, pool, source, nowhere, pad=slots.pad), pool, grid, o)
 
 
 def _pieces(states: Tensor) -> tuple[Config, int]:
