@@ -30,7 +30,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,7 +114,7 @@ class Call:
         misaligned: Whether the addresses of tokens are no multiples of 16, which TMA descriptors need.
         scalar: Whether a gate over channels is reduced to its first channel.
         projected: Whether the gate has the dtype of the inputs, as a projection's output whose activation is inside.
-        only: Kernels ("stage.language") that `make test` compiles; empty for all. Other calls compile the rest.
+        tested: Architectures for which `make test` compiles the call. `make compile` does for all.
     """
 
     subject: str
@@ -130,7 +129,7 @@ class Call:
     misaligned: bool = False
     scalar: bool = False
     projected: bool = False
-    only: tuple[str, ...] = ()
+    tested: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         words = [self.subject, self.dtype, f"K{self.K}", f"V{self.V}"]
@@ -191,7 +190,7 @@ class ServingCall:
             states in other slots. 0: one head, with float32 tokens.
         v_first: Whether the states of a call with a gate are [V, K].
         wide: Whether the output is float32 for tokens of 16 bits.
-        only: As in `Call`.
+        tested: As in `Call`.
     """
 
     operator: str
@@ -201,7 +200,7 @@ class ServingCall:
     heads: int = 0
     v_first: bool = True
     wide: bool = False
-    only: tuple[str, ...] = ()
+    tested: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         wide = f", a {self.gate} gate, 128 channels, {'V' if self.v_first else 'K'}-first" if self.gate else ""
@@ -247,13 +246,13 @@ class RankCall:
     Attributes:
         dtype: Of the inputs, by torch's name.
         K, V: Widths.
-        only: As in `Call`, but for `make compile` as well.
+        tested: As in `Call`.
     """
 
     dtype: str = "bfloat16"
     K: int = 128
     V: int = 128
-    only: tuple[str, ...] = ("rank_carry.triton",)
+    tested: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"a rank's share {self.dtype} K{self.K} V{self.V}"
@@ -344,21 +343,18 @@ def kernel_name(kernel: Any) -> str:
     return ".".join(kernel.fn.__module__.split(".")[2:4])
 
 
-def in_make_test(call: Call | ServingCall | RankCall, kernel: str) -> bool:
-    """Whether `make test` compiles this kernel of a call."""
-    return not call.only or kernel in call.only
+def is_compiled(call: Call | ServingCall | RankCall, kernel: str) -> bool:
+    """Whether a kernel of a call is compiled: of a call under context parallelism only those between ranks."""
+    return not isinstance(call, RankCall) or kernel == "rank_carry.triton"
 
 
-def compiled(call: Call | ServingCall | RankCall, architecture: str, *, whole: bool = False) -> list[Usage]:
-    """Compile the kernels of a call for an architecture; with `whole` all kernels, also if the call has `only` some."""
+def compiled(call: Call | ServingCall | RankCall, architecture: str) -> list[Usage]:
+    """Compile the kernels of a call for an architecture."""
     found: list[Usage] = []
 
-    everything = whole and not isinstance(call, RankCall)
-
     def launched(kernel: Any, *arguments: Any, **options: Any) -> None:
-        if not everything and not in_make_test(call, kernel_name(kernel)):
-            return
-        found.append(compile_one(kernel, *arguments, **options))
+        if is_compiled(call, kernel_name(kernel)):
+            found.append(compile_one(kernel, *arguments, **options))
 
     with pretend_gpu(architecture, launched):
         call.run()
@@ -611,44 +607,37 @@ NONE = ("no argument",)
 GPU_CHUNKS = (("chunk_size", 64),)
 """Chunk size that a GPU selects for a scalar gate. For CPU tensors a smaller one is selected."""
 
-SCANS = ("scan.triton", "scan_bwd.triton")
-"""Kernels whose code differs in calls with unusual widths or row addresses."""
-
-LOW_RANK = tuple(f"low_rank_{name}.triton" for name in ("prepare", "scan", "scan_bwd", "recurrent"))
-"""Kernels of the low-rank rules whose rows depend on the dtype or the widths."""
-
-SEGMENTS = ("segment_summary.triton", "segment_fold.triton")
-"""Kernels that only calls in segments have."""
+HOPPER, ADA = ("sm_90",), ("sm_89",)
+"""Architectures for which `make test` compiles a part of the calls: the one with Gluon kernels, and one with the least
+shared memory."""
 
 CALLS = (
-    Call("chunk_gated_delta_rule, gate inside", options=(("chunk_size", 64),), packed=True, heads=128),
+    Call("chunk_gated_delta_rule, gate inside", options=GPU_CHUNKS, packed=True, heads=128, tested=ADA),
     Call("chunk_kda, gate inside", packed=True),
-    # Without the kernels that process K in slices, of which 256 has more. `EXTENDED` has the whole call.
-    Call("chunk_kda", K=256, V=256, wrt=("initial_state",), only=SCANS),
+    Call("chunk_kda", K=256, V=256, wrt=("initial_state",)),
     Call("chunk_delta_rule", K=24, V=40, options=(("chunk_size", 32),)),
-    Call("chunk_gated_delta_rule", "float16", 64, 64),
+    Call("chunk_gated_delta_rule", "float16", 64, 64, tested=HOPPER),
     Call("chunk_gated_delta_rule", "float32", options=GPU_CHUNKS),
-    Call("chunk_kda, bounded gate", "float16", 64, 64, options=(("chunk_size", 16),)),
+    Call("chunk_kda, bounded gate", "float16", 64, 64, options=(("chunk_size", 16),), tested=ADA),
     Call("chunk_kda", "float32", 64, 64),
-    # The gate is inside, as in the second call, so that both compile one `prepare`.
     Call("chunk_kda, gate inside", packed=True, wrt=("initial_state",), segments=8),
-    Call("chunk_gated_delta_rule", "float32", 64, 64, wrt=("initial_state",), segments=4, only=SEGMENTS),
+    Call("chunk_gated_delta_rule", "float32", 64, 64, wrt=("initial_state",), segments=4, tested=HOPPER),
     *(
-        Call("chunk_ttt_linear", dtype, D, D, options=(("chunk_size", C),), packed=packed)
-        for dtype, D, C, packed in (
-            ("bfloat16", 64, 16, False),
-            ("bfloat16", 64, 64, False),
-            ("bfloat16", 128, 16, True),
-            ("float32", 64, 16, False),
-            ("float16", 128, 16, False),
+        Call("chunk_ttt_linear", dtype, D, D, options=(("chunk_size", C),), packed=packed, tested=tested)
+        for dtype, D, C, packed, tested in (
+            ("bfloat16", 64, 16, False, HOPPER),
+            ("bfloat16", 64, 64, False, HOPPER),
+            ("bfloat16", 128, 16, True, ADA),
+            ("float32", 64, 16, False, ()),
+            ("float16", 128, 16, False, ()),
         )
     ),
-    Call("chunk_dplr_delta_rule", packed=True),
-    Call("chunk_rwkv7", "float32", 64, 64, only=LOW_RANK[:3]),
-    Call("chunk_dplr_delta_rule", K=256, V=256, wrt=("initial_state",), only=LOW_RANK[1:3]),
-    Call("fused_recurrent_gdn2", packed=True, wrt=("initial_state",), only=LOW_RANK[3:]),
-    Call("fused_recurrent_rwkv7", "float32", 256, 256, wrt=("initial_state",), only=LOW_RANK[3:]),
-    Call("fused_recurrent_kda", packed=True),
+    Call("chunk_dplr_delta_rule", packed=True, tested=HOPPER),
+    Call("chunk_rwkv7", "float32", 64, 64),
+    Call("chunk_dplr_delta_rule", K=256, V=256, wrt=("initial_state",)),
+    Call("fused_recurrent_gdn2", packed=True, wrt=("initial_state",), tested=HOPPER),
+    Call("fused_recurrent_rwkv7", "float32", 256, 256, wrt=("initial_state",)),
+    Call("fused_recurrent_kda", packed=True, tested=HOPPER),
     Call(
         "fused_recurrent_gated_delta_rule",
         "float32",
@@ -658,9 +647,13 @@ CALLS = (
     ),
     # With a whole block of 512 tokens, and another one.
     Call("parallel_path_attn, forget gate", packed=True, segments=9),
-    Call("parallel_path_attn", wrt=NONE, segments=9, options=(("use_cache", True),), only=("path_blocks.triton",)),
-    *(Call("solve_tril", dtype) for dtype in ("bfloat16", "float32")),
-    *(Call("chunk_scaled_dot_kkt", options=(("chunk_size", C),)) for C in (16, 32, 64)),
+    Call("parallel_path_attn", wrt=NONE, segments=9, options=(("use_cache", True),), tested=HOPPER),
+    # Narrow heads, which compile in half the time.
+    Call("parallel_path_attn, forget gate", K=16, V=16, packed=True, segments=9, tested=HOPPER),
+    Call("solve_tril", tested=HOPPER),
+    Call("solve_tril", "float32"),
+    *(Call("chunk_scaled_dot_kkt", options=(("chunk_size", C),)) for C in (16, 32)),
+    Call("chunk_scaled_dot_kkt", options=GPU_CHUNKS, tested=HOPPER + ADA),
     *(
         Call("chunk_scaled_dot_kkt", dtype, options=(("chunk_size", C), *gate), scalar=not gate)
         for gate in ((("g", None),), ())
@@ -668,7 +661,7 @@ CALLS = (
         for C in (16, 32, 64)
     ),
     *(
-        Call(name)
+        Call(name, tested=HOPPER)
         for name in (
             "causal_conv1d",
             "l2norm",
@@ -679,9 +672,9 @@ CALLS = (
         )
     ),
 )
-"""Calls that `make test` compiles for each architecture: every row of its table, every kind of gate and dtype.
+"""Calls that are compiled for each architecture: every row of its table, every kind of gate and dtype.
 
-A call with `only` is restricted to kernels that no other call compiles; `make compile` compiles all its kernels.
+`make compile` compiles all, `make test` the calls that are `tested`. Those have every kernel at least once.
 """
 
 STATES = (("chunk_size", 64), ("state_v_first", True), ("return_intermediate_states", True))
@@ -690,98 +683,65 @@ STATES = (("chunk_size", 64), ("state_v_first", True), ("return_intermediate_sta
 PER_ARCHITECTURE: dict[str, tuple[Call | ServingCall | RankCall, ...]] = {
     "sm_90": (
         Call("parallel_path_attn", "float16", 64, 64, segments=9),
-        # `gradients` takes the longest to compile, and other calls have it.
-        Call(
-            "chunk_kda, gate inside",
-            options=(("chunk_size", 64),),
-            packed=True,
-            only=("prepare.gluon", "scan.gluon", "scan_bwd.gluon"),
-        ),
-        Call("chunk_delta_rule", options=(("chunk_size", 64),), heads=128, only=("scan.gluon",)),
+        Call("chunk_kda, gate inside", options=GPU_CHUNKS, packed=True),
+        Call("chunk_delta_rule", options=(("chunk_size", 64),), heads=128),
         Call("chunk_gated_delta_rule", options=(("chunk_size", 64),), wrt=("initial_state",)),
-        Call("chunk_kda", options=STATES, packed=True, heads=128, only=("scan.triton",)),
-        Call("chunk_kda", options=STATES, packed=True, wrt=("initial_state",), only=("scan.triton",)),
+        Call("chunk_kda", options=STATES, packed=True, heads=128),
+        Call("chunk_kda", options=STATES, packed=True, wrt=("initial_state",)),
         Call("chunk_delta_rule", K=64, V=64, options=(("chunk_size", 64),), wrt=("initial_state",)),
         Call("chunk_kda", K=64, V=64, options=(("chunk_size", 64),), wrt=("initial_state",)),
         Call("chunk_delta_rule", options=(("chunk_size", 64),), heads=1),
-        Call(
-            "chunk_gated_delta_rule, gate inside",
-            options=(("chunk_size", 64),),
-            packed=True,
-            heads=1,
-            only=("scan.gluon", "gradients.gluon"),
-        ),
+        Call("chunk_gated_delta_rule, gate inside", options=GPU_CHUNKS, packed=True, heads=1, tested=HOPPER),
         Call(
             "chunk_gated_delta_rule",
             options=(("chunk_size", 64), ("use_qk_l2norm_in_kernel", True)),
             heads=1,
-            only=("prepare.gluon",),
         ),
         Call("chunk_kda", options=(("chunk_size", 64),), heads=1),
-        Call("chunk_kda", options=(("chunk_size", 64),), heads=128, wrt=("initial_state",), only=("scan.gluon",)),
+        Call("chunk_kda", options=(("chunk_size", 64),), heads=128, wrt=("initial_state",)),
         Call(
             "chunk_kda, gate inside",
             options=(("chunk_size", 64), ("use_qk_l2norm_in_kernel", True)),
             packed=True,
             heads=1,
-            only=("prepare.gluon", "gradients.gluon"),
+            tested=HOPPER,
         ),
         Call(
             "chunk_kda, gate inside",
             options=(("chunk_size", 64), ("use_qk_l2norm_in_kernel", True)),
             heads=1,
             projected=True,
-            only=("gradients.gluon",),
         ),
-        Call("chunk_gated_delta_rule", "float16", 256, 256, wrt=("initial_state",), only=SCANS),
+        Call("chunk_gated_delta_rule", "float16", 256, 256, wrt=("initial_state",)),
         Call("chunk_gated_delta_rule", "float32", 256, 256, wrt=("initial_state",)),
-        Call(
-            "chunk_gated_delta_rule",
-            options=(("chunk_size", 64),),
-            wrt=("initial_state",),
-            misaligned=True,
-            only=("scan.gluon", "scan_bwd.gluon"),
-        ),
-        ServingCall("prefill", gate="scalar", heads=1, wide=True, only=("scan.triton",)),
-        ServingCall("prefill", gate="channel", heads=128, wide=True, only=("scan.triton",)),
+        Call("chunk_gated_delta_rule", options=GPU_CHUNKS, wrt=("initial_state",), misaligned=True),
+        ServingCall("prefill", gate="scalar", heads=1, wide=True),
+        ServingCall("prefill", gate="channel", heads=128, wide=True),
         Call("chunk_ttt_linear", "float32", options=(("chunk_size", 16),)),
         Call(
             "chunk_gated_delta_rule",
-            options=(("chunk_size", 64),),
+            options=GPU_CHUNKS,
             heads=32,
             wrt=("initial_state",),
             segments=4,
-            only=("segment_summary.gluon", "segment_fold.triton", "scan.gluon", "scan_bwd.gluon"),
+            tested=HOPPER,
         ),
-        Call(
-            "chunk_kda",
-            options=(("chunk_size", 64),),
-            heads=32,
-            wrt=("initial_state",),
-            segments=4,
-            only=("segment_summary.gluon",),
-        ),
-        Call(
-            "chunk_gated_delta_rule",
-            V=64,
-            options=(("chunk_size", 64),),
-            wrt=("initial_state",),
-            segments=4,
-            only=("segment_summary.triton",),
-        ),
+        Call("chunk_kda", options=GPU_CHUNKS, heads=32, wrt=("initial_state",), segments=4),
+        Call("chunk_gated_delta_rule", V=64, options=GPU_CHUNKS, wrt=("initial_state",), segments=4),
         *(Call(f"fused_recurrent_{name}", options=(("state_v_first", True),)) for name in ("gated_delta_rule", "kda")),
         *(ServingCall("decode", "bfloat16", gate=gate) for gate in ("", "scalar", "channel")),
         ServingCall("prefill", gate="scalar", heads=1),
-        ServingCall("prefill", "bfloat16", gate="scalar", heads=128, only=("scan.gluon",)),
+        ServingCall("prefill", "bfloat16", gate="scalar", heads=128),
         ServingCall("prefill", "bfloat16", gate="channel", heads=128),
-        *(ServingCall("decode", "bfloat16", gate=gate, v_first=False) for gate in ("scalar", "channel")),
+        ServingCall("decode", "bfloat16", gate="scalar", v_first=False),
+        ServingCall("decode", "bfloat16", gate="channel", v_first=False, tested=HOPPER),
     ),
     "sm_100": (
         Call("chunk_delta_rule", "float32", options=GPU_CHUNKS),
-        Call("chunk_gated_delta_rule", K=256, V=256, options=GPU_CHUNKS, wrt=("initial_state",), only=SCANS),
+        Call("chunk_gated_delta_rule", K=256, V=256, options=GPU_CHUNKS, wrt=("initial_state",)),
     ),
     "sm_120": tuple(
-        Call("chunk_gated_delta_rule", dtype, 256, 256, options=GPU_CHUNKS, wrt=("initial_state",), only=SCANS)
+        Call("chunk_gated_delta_rule", dtype, 256, 256, options=GPU_CHUNKS, wrt=("initial_state",))
         for dtype in ("bfloat16", "float16")
     ),
 }
@@ -817,16 +777,16 @@ EXTENDED = (
 
 
 SERVING_CALLS = (
-    ServingCall("prefill", "bfloat16", only=("scan.triton",)),
-    ServingCall("prefill", "bfloat16", between=True),
-    ServingCall("conv1d_update", "bfloat16"),
+    ServingCall("prefill", "bfloat16"),
+    ServingCall("prefill", "bfloat16", between=True, tested=HOPPER),
+    ServingCall("conv1d_update", "bfloat16", tested=HOPPER),
     ServingCall("ttt_decode"),
-    ServingCall("ttt_decode", "bfloat16"),
+    ServingCall("ttt_decode", "bfloat16", tested=HOPPER),
 )
 """Calls for kernels that the differentiable operators do not use."""
 
 
-RANK_CALLS = RankCall(), RankCall("float32", 24, 40)
+RANK_CALLS = RankCall(tested=HOPPER), RankCall("float32", 24, 40)
 
 
 def calls(architecture: str) -> tuple[Call | ServingCall | RankCall, ...]:
@@ -841,11 +801,11 @@ def pretend_rocm() -> None:
     torch.version.hip = "6.4"
 
 
-def compile_call(task: tuple[str, Call | ServingCall | RankCall], wide: bool) -> list[Usage] | str:
+def compile_call(task: tuple[str, Call | ServingCall | RankCall]) -> list[Usage] | str:
     """Resources of a call's kernels on an architecture, or the reason why they did not compile."""
     architecture, call = task
     try:
-        return compiled(call, architecture, whole=wide)
+        return compiled(call, architecture)
     except Exception as error:  # the compiler's passes, its front end and the assembler each raise their own
         traceback.print_exc()
         return f"does not compile: {type(error).__name__}: {error}"
@@ -855,7 +815,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-a", "--architecture", action="append", choices=SHARED)
     parser.add_argument("-c", "--call", default="", help="only calls whose name contains this")
-    parser.add_argument("--narrow", action="store_true", help="only what `make test` compiles")
     parser.add_argument("--allow", action="store_true", help="record the spills that were found as allowed")
     parser.add_argument("-j", "--jobs", type=int, default=2, help="processes (default: %(default)s)")
     args = parser.parse_args()
@@ -864,13 +823,13 @@ def main() -> int:
     tasks = [
         (architecture, call)
         for architecture in args.architecture or SHARED
-        for call in (*calls(architecture), *(() if args.narrow else EXTENDED))
+        for call in (*calls(architecture), *EXTENDED)
         if args.call in str(call)
     ]
     for amd, prepare in ((False, None), (True, pretend_rocm)):
         chosen = [task for task in tasks if task[0].startswith(AMD) is amd]
         with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn"), initializer=prepare) as workers:
-            made = workers.map(partial(compile_call, wide=not args.narrow), chosen)
+            made = workers.map(compile_call, chosen)
             for (architecture, call), found in zip(chosen, made, strict=True):
                 wrong += report(architecture, call, found)
                 if args.allow and not amd and not isinstance(found, str):

@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +17,8 @@ from wyfold.runtime import kernel_configs, triton_support
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 ARCHITECTURES = tuple(name for name in aot.SHARED if kernel_configs.borrowed_from(name) == name)
-COMPILED_HERE = ("sm_90", "sm_89")
-"""The architecture with Gluon kernels, and one with the least shared memory. `make compile` compiles for all."""
-
-ONLY_FIRST = ("dplr_delta_rule", "rwkv7", "gdn2", "parallel_path_attn")
-"""Subjects that are compiled here for the first of these alone, because they take a minute each."""
+TESTED = [(name, call) for name in aot.HOPPER + aot.ADA for call in aot.calls(name) if name in call.tested]
+"""Calls that are compiled here. `make compile` compiles every call for every architecture."""
 
 TWINS = {"sm_86": "sm_89"}
 """Architectures with equal shared memory and equal instructions for matrix products."""
@@ -33,16 +31,7 @@ def test_twins_have_one_table(one: str, other: str):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "architecture, call",
-    [
-        (name, call)
-        for name in COMPILED_HERE
-        for call in aot.calls(name)
-        if name == COMPILED_HERE[0] or not any(subject in str(call) for subject in ONLY_FIRST)
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("architecture, call", TESTED, ids=str)
 def test_a_call_compiles_and_fits(architecture: str, call: aot.Call | aot.ServingCall | aot.RankCall):
     found = aot.compiled(call, architecture)
     assert found
@@ -101,26 +90,21 @@ def test_a_kernel_that_queries_its_architecture_is_not_cached(asked: str, tmp_pa
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_configuration_is_left_out(architecture: str):
-    """Some call in `make test` compiles every row. Rows that only `make compile` compiles do not count."""
-    calls = aot.calls(architecture)
-    taken = {
-        (kernel, row)
-        for call in calls
-        for kernel, row in aot.uncompiled(call, architecture).rows
-        if aot.in_make_test(call, kernel)
-    }
+    """Some call that `make compile` compiles for the architecture uses every row."""
+    taken = {used for call in aot.calls(architecture) for used in aot.uncompiled(call, architecture).rows}
     shipped = {(kernel, row) for kernel, rows in kernel_configs._table(architecture).items() for row in rows}
     assert not shipped - taken
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_no_kernel_is_left_out(architecture: str):
-    """Kernels that `only` excludes from a call are compiled in another one, also those without a configuration."""
-    found = {True: set(), False: set()}
-    for call in aot.calls(architecture):
-        for launch in aot.uncompiled(call, architecture).launches:
-            found[aot.in_make_test(call, launch.kernel)].add(launch.function)
-    assert found[True] and not found[False] - found[True]
+def test_every_kernel_is_compiled_here():
+    """In at least one call for the architecture with Gluon kernels, also kernels without a configuration."""
+
+    def functions(calls: Iterable[aot.Call | aot.ServingCall | aot.RankCall]) -> set[str]:
+        compiled = ((call, launch) for call in calls for launch in aot.uncompiled(call, "sm_90").launches)
+        return {launch.function for call, launch in compiled if aot.is_compiled(call, launch.kernel)}
+
+    every = functions(aot.calls("sm_90"))
+    assert every and functions(call for name, call in TESTED if name == "sm_90") == every
 
 
 def test_every_launch_decides_about_fused_multiply_adds():
@@ -132,16 +116,10 @@ def test_every_launch_decides_about_fused_multiply_adds():
 @pytest.mark.long
 def test_kernels_compile_for_amd():
     """In another process, which pretends to have PyTorch for ROCm. `make compile` compiles all calls."""
-    words = ["--narrow", "-j", "1", "-a", "gfx942", "-a", "gfx950", "-c", "chunk_gated_delta_rule float16"]
+    words = ["-j", "1", "-a", "gfx942", "-c", "chunk_gated_delta_rule float16 K64 V64"]
     done = subprocess.run([sys.executable, "-m", "tests.compile.aot", *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert sum(" registers " in line for line in done.stdout.splitlines()) == 10
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_only_names_kernels_of_the_call(architecture: str):
-    for call in aot.calls(architecture):
-        assert set(call.only) <= {kernel for kernel, _ in aot.uncompiled(call, architecture).rows}
+    assert sum(" registers " in line for line in done.stdout.splitlines()) == 5
 
 
 @pytest.mark.parametrize("call", [call for call in (*aot.CALLS, *aot.EXTENDED) if not call.wrt], ids=str)
@@ -171,7 +149,7 @@ def test_violations_are_listed(monkeypatch):
 
 
 def test_a_call_that_does_not_compile_fails_the_run_and_not_the_other_calls(monkeypatch, capsys):
-    def compiled(call, architecture, *, whole):
+    def compiled(call, architecture):
         if call.gate == "scalar":
             raise RuntimeError("source and result must have the same logical storage size")
         return [aot.Usage("wyfold_recurrent_triton", 0, 32, 0, 0, False, [])]
