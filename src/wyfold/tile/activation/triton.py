@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -33,7 +34,7 @@ def sigmoid_bwd(x, dy):
 @triton.jit
 def softplus(x):
     """log(1 + exp(x)) = max(x, 0) + log1p(exp(-|x|)), without overflow."""
-    return tl.maximum(x, 0.0) + log1p(exp(tl.abs(x) * -1.0))
+    return tl.maximum(x, 0.0) + log1p(exp_of_negative(tl.abs(x) * -1.0))
 
 
 @triton.jit
@@ -60,7 +61,25 @@ def exp(x):
     goes through a series whose first omitted term is below 6e-9; the GPU's own power of two is off by 2 ulp.
     """
     x = tl.where(x > 90.0, 90.0, tl.where(x < -110.0, -110.0, x))  # e^x is infinite or 0 beyond; a NaN stays NaN
-    n = tl.minimum((x * LOG2_E + 12582912.0) - 12582912.0, 127.0)
+    return _exp_near_power(x, tl.minimum(_nearest_power(x), 127.0))
+
+
+@triton.jit
+def exp_of_negative(x):
+    """`exp` of x <= 0, the same bits in fewer instructions."""
+    x = tl.where(x < -110.0, -110.0, x)
+    return _exp_near_power(x, _nearest_power(x))
+
+
+@triton.jit
+def _nearest_power(x):
+    """The integer nearest to x log2 e."""
+    return (x * LOG2_E + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _exp_near_power(x, n):
+    """e^x = 2^n e^(x - n ln 2)."""
     remainder = tl.fma(n, -1.428606765330187e-06, tl.fma(n, -0.693145751953125, x))
     series = tl.fma(remainder, 1.0 / 5040.0, 1.0 / 720.0)
     series = tl.fma(series, remainder, 1.0 / 120.0)

@@ -96,9 +96,9 @@ from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
-from wyfold.tile.activation.triton import LOG2_E, exp, sigmoid, sigmoid_bwd
+from wyfold.tile.activation.triton import LN_2, LOG2_E, exp, sigmoid, sigmoid_bwd
 from wyfold.tile.decay.triton import FLOOR, Gate, activated
-from wyfold.tile.decay.triton.gradient import GateGradient, activated_bwd
+from wyfold.tile.decay.triton.gradient import GateGradient, activated_bwd, softplus_gate_bwd
 from wyfold.tile.index.gluon import ELEMENTS, barrier, clear_rows, gluon_descriptors, reinterpret, tma_load
 from wyfold.tile.index.triton import Packing, chunk_span, strides
 from wyfold.tile.index.triton.descriptors import tile_descriptor, token_descriptor
@@ -993,9 +993,13 @@ def _near_pairs_half(
         t_k.store(dk.to(t_k.dtype))
     if raw is None:
         raw = t_g.load(NEAR).to(gl.float32)
-    dx, dA = activated_bwd(
-        raw, dg, activation.rate, bias, activation.lower_bound, activation.clamp, CLAMPED, ACTIVATION
-    )
+    if ACTIVATION == "softplus" and not CLAMPED:
+        g = _row_block(tiles.logs, h, 32).load(NEAR) * LN_2  # a load costs less than another softplus
+        dx, dA = softplus_gate_bwd(raw + bias, g, dg, activation.rate)
+    else:
+        dx, dA = activated_bwd(
+            raw, dg, activation.rate, bias, activation.lower_bound, activation.clamp, CLAMPED, ACTIVATION
+        )
     t_g.store(dx.to(t_g.dtype))
     dA = gl.sum(gl.sum(gl.where(is_token, dA, 0.0), axis=1), axis=0)
     return dA, gl.sum(gl.where(is_token, dx, 0.0), axis=0)

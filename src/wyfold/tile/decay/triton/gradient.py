@@ -74,14 +74,20 @@ def activated_bwd(x, b_dg, rate, bias, lower_bound, clamp, CLAMPED: tl.constexpr
             g = -rate * softplus(u)
             if CLAMPED:
                 b_dg = tl.where(g < clamp, 0.0, b_dg)
-            # After a reset dg is zero, and -inf * 0 would be NaN.
-            return b_dg * sigmoid(u) * -rate, tl.where(b_dg == 0.0, 0.0, g * b_dg)
+            return softplus_gate_bwd(u, g, b_dg, rate)
         else:
             s = sigmoid(u * rate)
             if CLAMPED:
                 b_dg = tl.where(lower_bound * s < clamp, 0.0, b_dg)
             b_dx = b_dg * (lower_bound * s * sigmoid(-u * rate)) * rate
             return b_dx, tl.where(b_dx == 0.0, 0.0, u * b_dx)
+
+
+@triton.jit
+def softplus_gate_bwd(u, g, b_dg, rate):
+    """Gradients of u, and of A_log before its sum, for g = -rate * softplus(u)."""
+    # After a reset dg is zero, and -inf * 0 would be NaN.
+    return b_dg * sigmoid(u) * -rate, tl.where(b_dg == 0.0, 0.0, g * b_dg)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from wyfold.tile.activation.triton import LOG2_E
+from wyfold.tile.activation.triton import LN_2, LOG2_E
 from wyfold.tile.decay.triton import activated, log_gate
 from wyfold.tile.dot.triton import mm, mm_exact, nearest_tf32
 from wyfold.tile.index.triton.sub_chunks import load_sub_chunks
@@ -158,8 +158,6 @@ def _add_anchor(b_JT, b_PT, b_q, b_k, b_c, b_p, own, OP: tl.constexpr, PRECISION
     b_JT = mm(b_ks, b_kr, b_JT, tl.float32, PRECISION)
     return b_JT, mm(b_ks, b_qr, b_PT, tl.float32, PRECISION)
 
-
-LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 RESET: tl.constexpr = tl.constexpr(-180.0)
 """Natural log gate that stands for a reset, after which the state is zero."""
