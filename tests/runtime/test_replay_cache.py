@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import wyfold
 from wyfold import SequenceLayout, serving
+from wyfold.autograd import delta_chunk
+from wyfold.autograd.head_parts import HeadPart
 from wyfold.runtime import check, kernel_configs, kernel_launch, recorded_launch, recorder, replay_cache
 from wyfold.runtime.recording import _FAST_EMPTY, Allocate, Operation
 from wyfold.runtime.replay_cache import PublicOperator, Recording, planned
@@ -458,6 +460,27 @@ def test_both_directions_of_a_differentiated_call(kind: str, lines: list[tuple[A
             wanted, launches, tensors = grad_of(WITH_GRAD[kind](), lines)
     for _ in range(4):
         got, again, others = grad_of(WITH_GRAD[kind](), lines)
+        assert alike(launches, again, tensors, others)
+    assert [(x.shape, x.stride(), x.dtype) for x in got] == [(x.shape, x.stride(), x.dtype) for x in wanted]
+    assert [type(recording) for recording in recordings()] == [Recording, Recording]
+
+
+@pytest.mark.parametrize("rule", ["gdn", "kda"])
+def test_a_backward_in_parts_of_heads(
+    rule: str, lines: list[tuple[Any, ...]], memory_once: None, monkeypatch: pytest.MonkeyPatch
+):
+    """One key head after the other: prepare, scan_bwd and gradients for each, on views of the same tensors."""
+    made = lambda: chunked(rule, initial_state=torch.randn(B, HV, D, D), use_qk_l2norm_in_kernel=True)
+    parts = [HeadPart(slice(i, i + 1), slice(i * HV // H, (i + 1) * HV // H)) for i in range(H)]
+    monkeypatch.setattr(delta_chunk, "head_parts", lambda *_: parts)
+    monkeypatch.setattr(delta_chunk.KernelCall, "splits_heads", True)
+    with without_replay():
+        for _ in range(2):
+            wanted, launches, tensors = grad_of(made(), lines)
+    kernels = "prepare", "scan", *("prepare", "scan_bwd", "gradients") * H
+    assert [launch[0] for launch in launches] == [f"wyfold_{name}_triton" for name in kernels]
+    for _ in range(4):
+        got, again, others = grad_of(made(), lines)
         assert alike(launches, again, tensors, others)
     assert [(x.shape, x.stride(), x.dtype) for x in got] == [(x.shape, x.stride(), x.dtype) for x in wanted]
     assert [type(recording) for recording in recordings()] == [Recording, Recording]

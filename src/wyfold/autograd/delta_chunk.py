@@ -10,7 +10,8 @@ direction, run
 
 `segment_summary`, `segment_fold` and the scan that reads their results run on a high-priority side stream. Meanwhile
 the main stream runs what needs no fold: in the forward the scan of the segments that begin a sequence, in the backward
-the half of `scan_bwd` that recomputes states. States, maps and gradients at segment borders are stored K-last, [V, K];
+the half of `scan_bwd` that recomputes states. A backward with much memory at the chunks' borders takes some heads after
+the others (`head_parts`). States, maps and gradients at segment borders are stored K-last, [V, K];
 launches get the [K, V] view, `.mT`.
 
 The host never waits for the device: grids and buffers are sized by capacity, and kernels read the boundaries.
@@ -32,11 +33,13 @@ from wyfold.autograd.delta_records import (
     empty_result,
     most_borders,
 )
+from wyfold.autograd.head_parts import HeadPart, head_parts
 from wyfold.autograd.kernel_call import KernelCall
 from wyfold.autograd.row_alignment import contiguous_for_tma
 from wyfold.kernels import table
 from wyfold.kernels.records import GradientOutputs, Prepared, Slots, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid, max_chunks
+from wyfold.runtime.kernel_configs import processors
 from wyfold.runtime.options import DeltaOptions
 from wyfold.runtime.side_stream import fork_side_stream
 
@@ -130,16 +133,48 @@ def backward(given: DeltaBackwardInputs) -> list[Tensor]:
         do = t.v.new_zeros(()).expand(t.v.shape)
     if call.uses_tma:
         do = contiguous_for_tma(do)
+    if call.splits_heads and not (kept or call.segments):
+        parts = head_parts(t, call.grid, processors(t.q.device))
+        if len(parts) > 1:
+            return _backward_in_parts(call, given, do, parts)
+    borders = _token_borders(call, kept, do, dST, dS0 if needs[INITIAL_STATE] else None)
+    return token_gradients(call, given, do, borders, dS0)
+
+
+def _backward_in_parts(call: KernelCall, given: DeltaBackwardInputs, do: Tensor, parts: list[HeadPart]) -> list[Tensor]:
+    """Compute every needed gradient for some heads after the others."""
+    t, found = call.t._replace(A_log=call.A_log, dt_bias=call.dt_bias), given.empty_grads()
+    for part in parts:
+        share, d_out = KernelCall(part.of_call(t), call.options), do[:, :, part.values]
+        share.grid = call.grid
+        wanted = part.of_gradients(found, t.v.shape[2])
+        dST = None if given.dST is None else given.dST[:, part.values]
+        # Passed on without a name: the next part's borders reuse the memory.
+        _write_gradients(share, d_out, _token_borders(share, [], d_out, dST, wanted[INITIAL_STATE]), wanted)
+    return found
+
+
+def _token_borders(
+    call: KernelCall, kept: list[Tensor], do: Tensor, dST: Tensor | None, dS0: Tensor | None
+) -> TokenBorders:
+    """Run everything before `gradients`. The factors are freed, and the tokens' gradients may reuse their memory.
+
+    Args:
+        call: The call, or a part of its heads.
+        kept: Tensors that the forward saved.
+        do, dST: Gradients of the output and of the final states.
+        dS0: Gradient of the initial states, written, or None.
+    """
+    t, options = call.t, call.options
     at_borders, kept = (kept[:2], kept[2:]) if call.segments else ([], kept)
     prepared = factors_from_list(kept) if kept else call.prepare(t.v, backward=True, forward=False, clear=False)
     initial, final = call.k_first(t.initial_state), call.k_first(dST)
-    dS0_out = call.k_first(dS0 if needs[INITIAL_STATE] else None)
     q, k, v, d_out = (call.buffer(x) for x in (t.q, t.k, t.v, do))
-    borders = call.stage("scan_bwd").token_borders(q, v, call.scan_grid)
+    borders: TokenBorders = call.stage("scan_bwd").token_borders(q, v, call.scan_grid)
     gradients = torch.empty_like(at_borders[0]) if at_borders else None
     scan_bwd = partial(
         table.selected_module("scan_bwd", options.backend, call.key, t.q.device).scan_bwd,
-        *(q, k, v, prepared, initial, d_out, final, call.scan_grid, options, call.key, dS0_out, borders),
+        *(q, k, v, prepared, initial, d_out, final, call.scan_grid, options, call.key, call.k_first(dS0), borders),
         segments=call.segments,
         entering=at_borders[0].mT if at_borders else None,
         leaving=None if gradients is None else gradients.mT,
@@ -153,24 +188,26 @@ def backward(given: DeltaBackwardInputs) -> list[Tensor]:
                 call.fold(gradients, at_borders[1], reverse=True)
                 scan_bwd(half="reverse")
             scan_bwd(half="forward")
-    del scan_bwd, prepared  # frees the factors, whose memory the tokens' gradients may reuse
-    return token_gradients(call, given, do, borders, dS0)
+    return borders
 
 
 def token_gradients(
     call: KernelCall, given: DeltaBackwardInputs, do: Tensor, borders: TokenBorders, dS0: Tensor
 ) -> list[Tensor]:
     """Compute every needed gradient from the states and state gradients at the chunks' borders."""
-    t, needs = call.t, given.needs
     found = [dS0 if index == INITIAL_STATE else given.empty_grad(index) for index in range(DIFFERENTIABLE)]
-    wanted = [dx if need else None for dx, need in zip(found, needs, strict=True)]
-    del wanted[INITIAL_STATE]
-    if any(dx is not None for dx in wanted):
+    _write_gradients(call, do, borders, [dx if need else None for dx, need in zip(found, given.needs, strict=True)])
+    return found
+
+
+def _write_gradients(call: KernelCall, do: Tensor, borders: TokenBorders, wanted: list[Tensor | None]) -> None:
+    """Write the gradients of all tensors but the initial states; None where one is not wanted."""
+    t, tokens = call.t, [dx for index, dx in enumerate(wanted) if index != INITIAL_STATE]
+    if any(dx is not None for dx in tokens):
         key = call.stage("gradients").gradients_key(call.key, t.q, t.v)
         gradients = table.selected_module("gradients", call.options.backend, key, t.q.device).gradients
         inputs = t.q, t.k, t.g, t.beta, call.A_log, call.dt_bias
-        gradients(*inputs, do, borders, call.grid, call.options, key, GradientOutputs(*wanted))
-    return found
+        gradients(*inputs, do, borders, call.grid, call.options, key, GradientOutputs(*tokens))
 
 
 def _at_borders(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:

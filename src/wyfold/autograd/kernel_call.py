@@ -137,6 +137,13 @@ class KernelCall:
         configured = bool(tuned(f"segment_summary.{backend}", key, device).blocks.get("HORIZON"))
         return configured and has_horizon(key.gate, normalized=self.options.qk_l2norm)
 
+    @property
+    def splits_heads(self) -> bool:
+        """Whether a backward may take some heads after the others: HEAD_PARTS is set in `scan_bwd`'s configuration."""
+        device = self.t.q.device
+        backend = table.selected_backend("scan_bwd", self.options.backend, self.key, device)
+        return bool(tuned(f"scan_bwd.{backend}", self.key, device).blocks.get("HEAD_PARTS"))
+
     def fold(self, states: Tensor, maps: Tensor, *, reverse: bool, divided: Tensor | None = None) -> None:
         """Turn summaries into the states (or their gradients) at the borders, in place.
 
