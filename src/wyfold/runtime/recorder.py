@@ -37,13 +37,21 @@ ALLOCATIONS = frozenset(
 )
 """Operations that allocate and do not write."""
 
-REPEATABLE = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("zero_", "fill_", "copy_", "clone", "_to_copy", "_unsafe_view", "new_zeros", "zeros_like"),
-        *("add_", "arange", "full", "mul", "sub", "floor_divide", "cumsum", "sum", "index_fill_"),
-    )
-)
+WRITTEN = {
+    "aten::new_zeros": Tensor.zero_,
+    "aten::zeros_like": Tensor.zero_,
+    "aten::clone": Tensor.copy_,
+    "aten::_to_copy": Tensor.copy_,
+}
+"""Operations that allocate and write: the method that writes. A replay allocates their result as a launch's."""
+
+METHODS = {
+    f"aten::{name}": getattr(Tensor, name)
+    for name in ("zero_", "fill_", "copy_", "add_", "mul", "sub", "floor_divide", "cumsum", "sum", "index_fill_")
+}
+"""Operations that a replay calls as methods, which takes a half to a tenth of the time (docs/facts/host.md, HOST-4)."""
+
+REPEATABLE = frozenset((*METHODS, *WRITTEN, "aten::_unsafe_view", "aten::arange", "aten::full"))
 """Operations that a replay calls again. Shapes of their results follow from shapes alone, and autocast does not affect
 them on the dtypes they are used with here, integers and float32."""
 
@@ -155,8 +163,7 @@ class _Recorder(OperationMode):
             if self.forked and not func.is_view:
                 raise _NotRecordable(f"{name} is called while a side stream is forked")
             if name in ALLOCATIONS:
-                number = self.number_allocation(result)
-                self.steps.append(Allocate(number, tuple(result.shape), result.stride(), result.dtype, self.make))
+                self.add_allocation(result)
             elif func.is_view:
                 for view in (result,) if isinstance(result, Tensor) else result:
                     self.track_view(args[0], view)
@@ -169,9 +176,20 @@ class _Recorder(OperationMode):
     def add_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
         if any(isinstance(x, Tensor) for x in kwargs.values()):
             raise _NotRecordable("a tensor is passed by keyword")
+        name = func._schema.name
+        if name in WRITTEN:
+            self.add_allocation(result)
+            sources = (args[0],) if WRITTEN[name] is Tensor.copy_ else ()
+            self.steps.append(Operation(WRITTEN[name], tuple(map(self.view_of, (result, *sources))), {}, None))
+            return
         arguments = tuple([self.view_of(x) if isinstance(x, Tensor) else x for x in args])
         number = None if any(result is x for x in args) else self.number_allocation(result)
-        self.steps.append(Operation(func, arguments, kwargs, number))
+        self.steps.append(Operation(METHODS.get(name, func), arguments, kwargs, number))
+
+    def add_allocation(self, x: Tensor) -> None:
+        """Record the allocation of a tensor."""
+        number = self.number_allocation(x)
+        self.steps.append(Allocate(number, tuple(x.shape), x.stride(), x.dtype, self.make))
 
     def add_launch(self, step: Step | None, kernel: Any, *, new: bool) -> None:
         """Record a launch, or a step without a kernel; the observer of `kernel_launch.observe_steps`."""

@@ -182,7 +182,7 @@ class Operation(NamedTuple):
     """An operation of PyTorch, or an all-gather.
 
     Attributes:
-        operator: The overload that is called.
+        operator: The overload or method that is called.
         arguments: Positional arguments; a `View` stands for a tensor.
         keywords: Keyword arguments, none of them a tensor.
         made: Number of the result, or None if the result is one of the arguments.
