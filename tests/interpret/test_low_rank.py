@@ -140,8 +140,15 @@ def test_strong_gates(gate: str, device, guarded, results):
 def test_gate_inside_and_norms(gate: str, device, guarded, results):
     a = drawn("chunk_gdn2", Shape(1, 40, 1, 2, 16, 24), gate)
     require_accurate("chunk_gdn2", a, device, guarded, results, use_qk_l2norm_in_kernel=True)
-    a = drawn("chunk_comba", Shape(1, 40, 1, 2, 16, 24), "weak")
-    require_accurate("chunk_comba", a, device, guarded, results, use_qk_l2norm_in_kernel=True)
+
+
+@pytest.mark.parametrize("name", ["chunk_comba", "fused_recurrent_comba"])
+def test_norms_of_rows_that_differ(name: str, device, guarded, results):
+    """Each of q, k and p has its own norm in every token, and p is read a token early."""
+    a = drawn(name, Shape(1, 83, 1, 2, 16, 24), "weak")
+    for part in ("q", "k", "p"):
+        a[part] = a[part] * (0.5 + torch.rand(1, 83, 1, 1))
+    require_accurate(name, a, device, guarded, results, use_qk_l2norm_in_kernel=True)
 
 
 @pytest.mark.parametrize("keys", ["identical", "two clusters"])

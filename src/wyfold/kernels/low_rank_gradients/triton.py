@@ -257,7 +257,7 @@ def wyfold_low_rank_gradients_triton(
                 _clear(outputs, dgate, i_tile, at, i_hv, i_k * BK, opaque_zero, SIZES)
             return
     early = early_rows(at, BEFORE)
-    norms = row_factors(tokens, at, heads, strength, i_hv, SIZES, FLAGS.NORM)
+    norms = row_factors(tokens, at, heads, strength, i_hv, SIZES, FLAGS.NORM, BEFORE)
     first: tl.constexpr = 1 if BEFORE else 0
     # X of the early rows, as tokens of a matrix with one row per row of a tile.
     x_at = TokenRows(i_tile * 0, i_tile * BT + first, BT - first)
@@ -291,7 +291,7 @@ def wyfold_low_rank_gradients_triton(
                 b_da_first += tl.sum(b_x[:, None] * b_S.to(tl.float32), axis=0)
         b_q = load_rows(tokens.q, tokens.s_q, at, heads.k, i_k * BK, opaque_zero, K, BT, BK, NEAR)
         b_q *= norms.q.reshape(NB, NEAR, 1)
-        b_a = erasing_rows(tokens, early, heads, norms.a, i_k * BK, opaque_zero, RULE, SIZES, BK, NEAR)
+        b_a = erasing_rows(tokens, early, heads, norms.early, i_k * BK, opaque_zero, RULE, SIZES, BK, NEAR)
         b_x = load_rows(gate.g, gate.s_g, at, i_hv, i_k * BK, opaque_zero, K, BT, BK, NEAR)
         b_gate = sub_chunk_gate(b_x, gate, i_hv, i_k * BK, n_rows, ACTIVATION, K)
         b_dq_read, b_da_read, b_carried = b_dq * scale, b_da * unit, b_carried * unit

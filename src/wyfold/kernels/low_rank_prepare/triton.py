@@ -252,7 +252,7 @@ def wyfold_low_rank_prepare_triton(
     # A 0 that the compiler cannot fold, for addresses in sub-chunks.
     opaque_zero = tl.minimum(T, 0)
     early = early_rows(at, BEFORE)
-    norms = row_factors(tokens, at, heads, strength, i_hv, SIZES, FLAGS.NORM)
+    norms = row_factors(tokens, at, heads, strength, i_hv, SIZES, FLAGS.NORM, BEFORE)
     b_qb, b_qk, b_ab, b_ak = _diagonals(tokens, at, early, heads, norms, SIZES, RULE)
 
     b_AbT, b_PbT = tl.zeros((NB, BT, 16), tl.float32), tl.zeros((NB, BT, 16), tl.float32)
@@ -260,7 +260,7 @@ def wyfold_low_rank_prepare_triton(
     for column in tl.range(0, K, BK, num_stages=STAGES):
         b_q = load_rows(tokens.q, tokens.s_q, at, heads.k, column, opaque_zero, K, BT, BK, 16)
         b_q *= norms.q.reshape(NB, 16, 1)
-        b_a = erasing_rows(tokens, early, heads, norms.a, column, opaque_zero, RULE, SIZES, BK, 16)
+        b_a = erasing_rows(tokens, early, heads, norms.early, column, opaque_zero, RULE, SIZES, BK, 16)
         b_c = erased_columns(tokens, at, heads, norms, column, opaque_zero, RULE, SIZES, BK, 16)
         b_P, b_first, b_rest = sub_chunk_sums(
             load_sub_chunk_gate(gate, at, i_hv, column, opaque_zero, ACTIVATION, K, BT, BK)
@@ -320,7 +320,7 @@ def wyfold_low_rank_prepare_triton(
 
 
 @triton.jit
-def row_factors(tokens, at, heads, strength, i_hv, SIZES: tl.constexpr, NORM: tl.constexpr):
+def row_factors(tokens, at, heads, strength, i_hv, SIZES: tl.constexpr, NORM: tl.constexpr, BEFORE: tl.constexpr):
     """Reciprocal norms and write strengths of a chunk's rows."""
     BT: tl.constexpr = SIZES.BT
     b_beta = load_strength(strength, at, i_hv, False, BT)
@@ -329,10 +329,13 @@ def row_factors(tokens, at, heads, strength, i_hv, SIZES: tl.constexpr, NORM: tl
         b_ra = b_rk
         if tokens.a is not None:
             b_ra = _reciprocal_norms(tokens.a, tokens.s_a, at, heads.k, SIZES)
-        return RowFactors(_reciprocal_norms(tokens.q, tokens.s_q, at, heads.k, SIZES), b_rk, b_ra, b_beta)
+        b_early = b_ra
+        if BEFORE:
+            b_early = tl.gather(b_ra, tl.minimum(tl.arange(0, BT) + 1, BT - 1), 0)
+        return RowFactors(_reciprocal_norms(tokens.q, tokens.s_q, at, heads.k, SIZES), b_rk, b_ra, b_early, b_beta)
     else:
         ones = tl.full((BT,), 1.0, tl.float32)
-        return RowFactors(ones, ones, ones, b_beta)
+        return RowFactors(ones, ones, ones, ones, b_beta)
 
 
 @triton.jit
@@ -360,7 +363,7 @@ def _diagonals(tokens, at, early, heads, norms, SIZES: tl.constexpr, RULE: tl.co
         b_b = erased_columns(tokens, at, heads, norms, column, 0, RULE, SIZES, 64, 0)
         b_qb += tl.sum(tl.sum(b_q * b_b, axis=2), axis=0)
         if RULE != "keys":
-            b_a = erasing_rows(tokens, early, heads, norms.a, column, 0, RULE, SIZES, 64, 0)
+            b_a = erasing_rows(tokens, early, heads, norms.early, column, 0, RULE, SIZES, 64, 0)
             b_ab += tl.sum(tl.sum(b_a * b_b, axis=2), axis=0)
             if RULE == "given":
                 b_k = load_rows(tokens.k, tokens.s_k, at, heads.k, column, 0, SIZES.K, BT, 64, 0)

@@ -63,12 +63,14 @@ class RowFactors(NamedTuple):
 
     Attributes:
         q, k, a: Reciprocal norms; ones without the l2 norm.
+        early: Reciprocal norms of the erasing rows as `early_rows` loads them.
         beta: Write strength; zero in padding.
     """
 
     q: Any
     k: Any
     a: Any
+    early: Any
     beta: Any
 
 
