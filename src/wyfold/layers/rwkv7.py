@@ -69,6 +69,8 @@ class RWKV7TimeMix(nn.Module):
         torch.Size([1, 5, 32])
     """
 
+    key_norm_eps = 1e-12  # added to the squared length of removal keys
+
     def __init__(
         self,
         hidden_size: int,
@@ -227,7 +229,7 @@ class RWKV7TimeMix(nn.Module):
         decay = self.w_lora(x_w)
         w = LOWEST * decay.to(torch.promote_types(decay.dtype, torch.float32)).sigmoid()
         rate = self.a_lora(x_a).sigmoid()
-        removed = l2norm(self._heads(k * self.k_k), 1e-12, backend=self.backend)
+        removed = l2norm(self._heads(k * self.k_k), self.key_norm_eps, backend=self.backend)
         erased, written = removed * self._heads(rate), k * (1 + (rate - 1) * self.k_a)
         alike = [rows.to(r.dtype) for rows in (self._heads(written), self._heads(v), -removed, erased)]
         first_value = v if first_value is None else first_value

@@ -51,6 +51,7 @@ from wyfold.integrations.fla.recurrences import (
     fused_recurrent_kda,
 )
 from wyfold.integrations.fla.rwkv7 import chunk_rwkv7, fused_mul_recurrent_rwkv7, fused_recurrent_rwkv7
+from wyfold.integrations.fla.rwkv7_layer import RWKV7Attention
 from wyfold.integrations.fla.stand_in import StandIn, install, uninstall
 from wyfold.integrations.fla.ttt import chunk_ttt_linear, fused_chunk_ttt_linear
 
@@ -66,6 +67,7 @@ __all__ = [
     "KimiDeltaAttention",
     "L2Norm",
     "RMSNorm",
+    "RWKV7Attention",
     "Report",
     "ShortConvolution",
     "StandIn",

@@ -25,8 +25,14 @@ from wyfold.integrations.fla.recurrences import (
     fused_recurrent_gated_delta_rule,
     fused_recurrent_kda,
 )
+from wyfold.integrations.fla.rwkv7_layer import RWKV7Attention as RWKV7Attention
 from wyfold.ops.delta_product import fused_recurrent_gated_delta_product
 from wyfold.runtime import check
+
+NAMES = (
+    "DeltaNet", "GatedDeltaNet", "GatedDeltaProduct", "GatedLinearAttention", "KimiDeltaAttention", "RWKV7Attention",
+)  # fmt: skip
+"""Names of all layers."""
 
 
 class DeltaNet(Mixer):

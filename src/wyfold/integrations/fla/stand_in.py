@@ -92,7 +92,7 @@ _COMM = _of(
     "send_recv_fwd",
 )
 _CONTEXT = _of(ranks, "FLACPContext", "build_cp_context")
-_LAYERS = _of(layers, "DeltaNet", "GatedDeltaNet", "GatedDeltaProduct", "GatedLinearAttention", "KimiDeltaAttention")
+_LAYERS = _of(layers, *layers.NAMES)
 
 MODULES: dict[str, _Names] = {
     "fla": {},
@@ -185,6 +185,7 @@ MODULES: dict[str, _Names] = {
     "fla.layers.gated_deltaproduct": _of(layers, "GatedDeltaProduct"),
     "fla.layers.gla": _of(gla, "GatedLinearAttention"),
     "fla.layers.kda": _of(layers, "KimiDeltaAttention"),
+    "fla.layers.rwkv7": _of(layers, "RWKV7Attention"),
     "fla.layers.utils": _of(
         padding,
         "get_layer_cache",
