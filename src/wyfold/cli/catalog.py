@@ -32,6 +32,9 @@ OPS = {
 which updates the states in place.
 """
 
+LAYERS = {"gdn_layer": "GatedDeltaNet", "kda_layer": "KimiDeltaAttention"}
+"""Name of a layer in the rows of `bench` -> its class in `wyfold.layers`. Layers run in suites alone."""
+
 DECAYS = ("fast", "mid", "slow")
 """Gates with given decays, from fast to slow forgetting (`bench.cases.GATES`)."""
 MODEL = "model"
@@ -70,7 +73,7 @@ SHAPES = (
 )
 """Names of the sizes in `bench.cases.PINNED`."""
 
-SUITES = ("table", "groups", "widths", "prompts", "gates")
+SUITES = ("table", "groups", "widths", "prompts", "gates", "layers")
 """Names of the suites in `bench.suites.SUITES`."""
 
 VARIANTS: dict[str, tuple[str, ...]] = {

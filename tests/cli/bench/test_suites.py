@@ -2,6 +2,8 @@
 
 import json
 import subprocess
+import sys
+import types
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +14,8 @@ import torch
 from wyfold.cli import catalog, main
 from wyfold.cli.bench import memory, precompile, runner, suites
 from wyfold.cli.bench.cases import Case
+from wyfold.cli.bench.implementations import AccuracyCheck, implementations_of, make_call, plan
+from wyfold.cli.bench.peers import PEERS
 from wyfold.cli.bench.suites import SuiteRow
 from wyfold.reference.shapes import Shape
 
@@ -109,13 +113,38 @@ def test_kernels_are_compiled_once_for_each_operator_and_set_of_heads():
         Case("gdn", Shape(1, T, 1, 2, 8, 8), "mid", "float32", mode, 0) for T in (20, 30) for mode in ("fwd", "fwdbwd")
     ]
     rows.append(Case("gdn", Shape(1, 20, 2, 2, 8, 8), "mid", "float32", "fwd", 0))
-    from wyfold.cli.bench.peers import PEERS
-
     found = list(precompile.jobs(rows, [PEERS["transformers"], PEERS["flashinfer"]], ["batch_invariant"]))
     assert [job.contender for job in found[-4:]] == ["wyfold"] * 4
     assert all(job.contender != "wyfold" for job in found[:-4])
     ours = [job for job in found if job.ran == "wyfold.chunk_gated_delta_rule"]
     assert [job.cases for job in ours] == [rows[:4], rows[4:]]
+
+
+@pytest.mark.parametrize("op, K, V", [("gdn_layer", 8, 16), ("kda_layer", 8, 8)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_are_functions_of_their_parameters(op: str, K: int, V: int, dtype: str, monkeypatch):
+    """Wyfold's layer, and fla's by an invented module with the integration's layer, which has fla's parameters."""
+    from wyfold.integrations import fla
+
+    name = catalog.LAYERS[op]
+    module = types.ModuleType("fla.layers")
+    setattr(module, name, getattr(fla, name))
+    monkeypatch.setitem(sys.modules, "fla", types.ModuleType("fla"))
+    monkeypatch.setitem(sys.modules, "fla.layers", module)
+    case = Case(op, Shape(2, 20, 2, 2 if op == "kda_layer" else 4, K, V), "model", dtype, "fwdbwd", 0)
+    arguments = case.arguments()
+    assert next(iter(arguments)) == "x" and arguments["x"].shape == (2, 20, 16)
+    assert arguments["decay_parameters.A_log"].dtype == torch.float32
+    check = AccuracyCheck(case, arguments)
+    ours, theirs = implementations_of(case, [PEERS["fla"]])
+    assert ours.ran == f"wyfold.layers.{name}" and plan(ours, case, arguments) == {}
+    for implementation in (ours, theirs):
+        found = check.check_call(implementation, True, ours=True)
+        assert found.within_limits, (implementation.ran, [str(verdict) for verdict in found.verdicts])
+        assert len(found.verdicts) == len(arguments)  # o in place of the number of heads
+        gradients = make_call(implementation, case, arguments)()
+        assert [x.shape for x in gradients] == [x.shape for x in arguments.values() if isinstance(x, torch.Tensor)]
+    assert case.floor_bytes(arguments) > 2 * arguments["qkv.weight"].nbytes
 
 
 class Child:

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import wyfold
-from wyfold.cli.catalog import BOUNDED, CHUNKED, DELTA_RULES, MODEL, NO_GATE, OPS, RECURRENCES
+from wyfold.cli.bench.layers import INPUT, LayerSpec, layer_arguments, layer_spec
+from wyfold.cli.catalog import BOUNDED, CHUNKED, DELTA_RULES, LAYERS, MODEL, NO_GATE, OPS, RECURRENCES
 from wyfold.cli.operators import GRADIENT_OF, OPERATOR_SPECS, Arguments, Named, OperatorSpec
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
@@ -67,7 +68,7 @@ class Case:
     """One operator on one set of tensors.
 
     Attributes:
-        op: Name on the command line, a key of `catalog.OPS`.
+        op: Name on the command line, a key of `catalog.OPS`, or a key of `catalog.LAYERS`.
         shape: Sizes B, T, H, HV, K, V.
         gate: One of `GATES`, "model", "bounded" or "none".
         dtype: Dtype of q, k, v and other large tensors. Beta and decays are float32 or wider.
@@ -103,8 +104,13 @@ class Case:
         return torch.device(self.device).type == "cuda"
 
     @property
-    def spec(self) -> OperatorSpec:
-        return OPERATOR_SPECS[OPS[self.op]]
+    def spec(self) -> OperatorSpec | LayerSpec:
+        return layer_spec(self.op, self.shape) if self.layer else OPERATOR_SPECS[OPS[self.op]]
+
+    @property
+    def layer(self) -> bool:
+        """Whether the case is a layer. The others are operators."""
+        return self.op in LAYERS
 
     @property
     def recurrence(self) -> bool:
@@ -146,6 +152,8 @@ class Case:
     def refusal(self) -> str:
         """Why the operator refuses tensors of this shape; empty if it accepts them. Allocates no tensor."""
         s = self.shape
+        if self.layer:
+            return ""  # its constructor refuses sizes
         if self.decoding and s.T != 1:
             return f"decodes one token of each sequence, so T must be 1, got {s.T}; more sequences are a larger B"
         if self.kind == "ttt" and s.K != s.V:
@@ -164,6 +172,8 @@ class Case:
     def arguments(self) -> Arguments:
         """Draw the operator's keyword arguments. They depend on the case and the type of device only."""
         tensors = _Tensors(self)
+        if self.layer:
+            return tensors.layer()
         draw: Callable[[], Arguments] = getattr(tensors, "rule" if self.kind in DELTA_RULES else self.kind)
         return draw()
 
@@ -286,6 +296,12 @@ class _Tensors:
             state = self.normal(s.B, s.HV, s.K, s.V)
             drawn |= {"initial_state": state.div_(s.K**0.5), "output_final_state": True}
         return drawn | self.packing()
+
+    def layer(self) -> Arguments:
+        """The input of a layer, and its parameters."""
+        s = self.shape
+        drawn = layer_arguments(self.case.op, s, self.dtype, self.device, self.case.seed)
+        return {INPUT: self.per_token(s.H * s.K).to(self.dtype)} | drawn
 
     def gdp(self) -> Arguments:
         """Two updates of a token, with keys normalised inside the operator, and beta in [0, 2]."""

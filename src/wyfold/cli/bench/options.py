@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=SUITES,
         help="the operators, shapes, gates and norms of published models, in both directions, on a GPU from graphs as "
         "well: table (heads of 128 on a full GPU), groups (several value heads for each key head), widths (other than "
-        "128), prompts (one prompt on few heads), gates (norm, gate and sigmoid given and inside)",
+        "128), prompts (one prompt on few heads), gates (norm, gate and sigmoid given and inside), layers",
     )
     parser.add_argument(
         "--shapes",

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from wyfold.cli.bench.peer import Adapter, Arguments, Loaded, Peer
+from wyfold.cli.catalog import LAYERS
 from wyfold.runtime.extras import install_command
 
 if TYPE_CHECKING:
@@ -103,6 +104,23 @@ def _capture_dispatch_log() -> None:
 
 def _fla_cp_context(boundaries: Tensor, group: Any) -> Any:
     return _imported("fla.ops.cp", "build_cp_context")(boundaries, group=group)
+
+
+def _fla_layer(name: str) -> Callable[[], Loaded]:
+    """Loader of a layer of fla, whose parameters are views of the case's."""
+
+    def load() -> Loaded:
+        _capture_dispatch_log()
+        made = _imported("fla.layers", name)
+
+        def prepare(arguments: Arguments) -> Arguments:
+            from wyfold.cli.bench.layers import fla_layer
+
+            return {"call": fla_layer(name, made, arguments)}
+
+        return Loaded(_named(made), lambda arguments: arguments["call"](arguments), prepare)
+
+    return load
 
 
 def _fla_kkt() -> Loaded:
@@ -286,6 +304,7 @@ PEERS = {
                 "l2norm": (Adapter(_fla("modules.norm.l2norm", "l2norm")),),
                 "fused_gdn_gate": (Adapter(_fla("ops.gated_delta_rule.gate", "fused_gdn_gate")),),
                 "fused_kda_gate": (Adapter(_fla("ops.kda.gate", "fused_kda_gate")),),
+                **{name: (Adapter(_fla_layer(name)),) for name in LAYERS.values()},
             },
             packages=("fla-core", "tilelang", "flash-qla"),
             make_cp_context=_fla_cp_context,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from wyfold.cli.catalog import BOUNDED, MODEL, NO_GATE
 from wyfold.reference.shapes import Shape
@@ -22,7 +23,7 @@ class SuiteRow:
     """One operator on one shape, with one gate.
 
     Attributes:
-        op: Name on the command line, a key of `catalog.OPS`.
+        op: As in `Case`.
         shape: Sizes.
         gate: As in `Case`.
         norm: "inside" or "outside", as in `Case`.
@@ -60,12 +61,13 @@ def _table() -> Iterator[SuiteRow]:
 
 def _groups() -> Iterator[SuiteRow]:
     """Several value heads for each key head. Gates are given at two lengths, and softplus inside at the shorter."""
+    for T in (8192, 32768):
+        for H, HV in GROUPS:
+            yield SuiteRow("gdn", _square(1, T, H, HV))
+    for gate in ("mid", MODEL):
+        yield SuiteRow("kda", _square(1, 8192, 16, 32), gate=gate)
     for H, HV in GROUPS:
-        yield SuiteRow("gdn", _square(1, 8192, H, HV))
         yield SuiteRow("gdn", _square(1, 8192, H, HV), gate=MODEL)
-        yield SuiteRow("gdn", _square(1, 32768, H, HV))
-    yield SuiteRow("kda", _square(1, 8192, 16, 32))
-    yield SuiteRow("kda", _square(1, 8192, 16, 32), gate=MODEL)
 
 
 def _widths() -> Iterator[SuiteRow]:
@@ -79,11 +81,9 @@ def _widths() -> Iterator[SuiteRow]:
 
 def _prompts() -> Iterator[SuiteRow]:
     """One prompt on the few heads that a GPU has when a model is spread over several."""
-    for op in ("gdn", "kda"):
-        for H in (2, 4, 8):
-            for T in PROMPTS:
-                for gate in ("mid", "slow"):
-                    yield SuiteRow(op, _square(1, T, H), gate=gate, modes=FORWARD)
+    for gate, op in product(("mid", "slow"), ("gdn", "kda")):
+        for H, T in product((8, 4, 2), PROMPTS):
+            yield SuiteRow(op, _square(1, T, H), gate=gate, modes=FORWARD)
 
 
 def _gates() -> Iterator[SuiteRow]:
@@ -96,11 +96,20 @@ def _gates() -> Iterator[SuiteRow]:
                 yield SuiteRow(op, shape, gate=gate)
 
 
+def _layers() -> Iterator[SuiteRow]:
+    """Whole layers of width H K: that of Qwen3-Next, a small one in a full batch, Kimi's, and fla's default GDN."""
+    yield SuiteRow("gdn_layer", _square(1, 8192, 16, 32), gate=MODEL)
+    yield SuiteRow("gdn_layer", _square(8, 4096, 8), gate=MODEL)
+    yield SuiteRow("kda_layer", _square(1, 8192, 16), gate=MODEL)
+    yield SuiteRow("gdn_layer", _square(1, 8192, 6, K=256, V=512), gate=MODEL)
+
+
 SUITES = {
     "table": tuple(_table()),
     "groups": tuple(_groups()),
     "widths": tuple(_widths()),
     "prompts": tuple(_prompts()),
     "gates": tuple(_gates()),
+    "layers": tuple(_layers()),
 }
 """Name in `--suite` -> its rows, in the order in which they run."""
