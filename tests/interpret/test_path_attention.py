@@ -9,7 +9,7 @@ import wyfold
 from wyfold import PathKeys, UnsupportedError, reference
 from wyfold.autograd import path_kernels
 from wyfold.autograd.path_records import PathOptions, PathTensors
-from wyfold.kernels import table, trial
+from wyfold.kernels import table, verdicts
 from wyfold.ops import path_attention
 from wyfold.reference import error, inputs
 from wyfold.reference.targets import target
@@ -119,7 +119,7 @@ def test_16_bits(dtype: torch.dtype, packed: bool, device):
     cu = torch.tensor([0, 16], device=device) if packed else None
     tensors = PathTensors(*a.values(), None, None, None, None, cu)
     checked = path_attention._trial(tensors, PathOptions(0.25, 0.25, not packed, "triton"))
-    found = trial.verdicts(checked._replace(tokens=300, sequences=2), device)
+    found = verdicts.verdicts(checked._replace(tokens=300, sequences=2), device)
     assert [verdict.name for verdict in found] == ["o", *(f"d{name}" for name in a)] if packed else ["o", "keys"]
     error.require(*found)
 

@@ -15,7 +15,7 @@ import torch
 
 import wyfold
 from wyfold import UnsupportedError
-from wyfold.kernels import self_check, table, trial
+from wyfold.kernels import self_check, table, verdicts
 from wyfold.kernels.trial import Sample, Trial
 from wyfold.reference.error import Errors, Verdict
 from wyfold.runtime import kernel_configs, triton_support, user_cache
@@ -396,8 +396,8 @@ def test_a_check_that_fails_by_little_is_drawn_again(draws: list[list[Verdict]],
         seen.append(drawn.draw)
         return draws[drawn.draw]
 
-    monkeypatch.setattr(trial, "_verdicts", draw)
-    assert trial.verdicts(TRIAL, CUDA) == draws[used - 1] and seen == list(range(used))
+    monkeypatch.setattr(verdicts, "_verdicts", draw)
+    assert verdicts.verdicts(TRIAL, CUDA) == draws[used - 1] and seen == list(range(used))
 
 
 def test_every_plan_has_a_check():

@@ -286,7 +286,7 @@ EAGER_KERNELS = (
     ),
     Mutant(
         "a self-check that fails by little is not drawn again",
-        "kernels/trial.py",
+        "kernels/verdicts.py",
         "verdicts",
         "if not failed or not all(map(_by_chance, failed)):",
         "if True:",

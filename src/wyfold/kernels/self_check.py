@@ -2,8 +2,8 @@
 
 A call is planned before it is launched. Where the support table has no verified entry, the plan's kernels are first run
 once on a small call with the same dtypes, widths and options, forward and, with gradients, backward, and compared with
-the eager backend (`kernels/trial.py`). The outcome is remembered in memory, and by card, toolchain and kernel sources
-in the user's cache folder (`runtime/user_cache.py`), one file per check.
+the eager backend (`kernels/verdicts.py`). The outcome is remembered in memory, and by card, toolchain and kernel
+sources in the user's cache folder (`runtime/user_cache.py`), one file per check.
 
 The check runs on a new thread. What is set for the caller's thread has no effect there: autocast, dispatch
 modes, compilers, streams, a dry run. Two processes may make the same check at once; neither waits for the other, and no
@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from wyfold.kernels.trial import Sample, Trial, verdicts
+from wyfold.kernels.trial import Sample, Trial
+from wyfold.kernels.verdicts import verdicts
 from wyfold.runtime import triton_support, user_cache
 from wyfold.runtime.torch_ops import constant_to_compilers
 

@@ -171,9 +171,8 @@ def plan(
     )
     count = parts() if chosen == "eager" else min(parts(), 1) if explaining() else 1
     found = Plan(operator, chosen, *launches, dict(reasons), chunk_size, count, copies, collectives)
-    found = dataclasses.replace(found, segments=segments, widths=widths)
-    if chosen == "triton":
-        found = dataclasses.replace(found, self_check=_self_check(operator, device, reasons, trials, unrun))
+    checked = _self_check(operator, device, reasons, trials, unrun) if chosen == "triton" else ""
+    found = dataclasses.replace(found, segments=segments, widths=widths, self_check=checked)
     if chosen == "triton" and explaining():
         found = _with_kernels(found, forward, backward, device, keys(), kept)
         in_gluon = any(".gluon)" in launched for launched in found.forward + found.backward)
