@@ -485,6 +485,11 @@ def folders(subpackage: str) -> list[Path]:
     return sorted(p for p in (PACKAGE / subpackage).iterdir() if p.is_dir() and p.name != "__pycache__")
 
 
+def has_eager(folder: Path) -> bool:
+    """Whether a folder has an `eager.py`, or the package `eager` that replaces a long one."""
+    return (folder / "eager.py").exists() or (folder / "eager" / "__init__.py").exists()
+
+
 # Without an eager version: PyTorch has one kind of product. A device has several, which this folder chooses among.
 WITHOUT_EAGER = {PACKAGE / "tile" / "dot"}
 
@@ -492,7 +497,7 @@ WITHOUT_EAGER = {PACKAGE / "tile" / "dot"}
 @pytest.mark.parametrize("subpackage", ["kernels", "tile"])
 def test_every_kernel_folder_has_an_eager_file_and_a_test(subpackage: str):
     for folder in set(folders(subpackage)) - WITHOUT_EAGER:
-        assert (folder / "eager.py").exists(), f"{folder} has no eager.py"
+        assert has_eager(folder), f"{folder} has no eager.py"
         assert (TESTS / subpackage / f"test_{folder.name}.py").exists(), f"no tests/{subpackage}/test_{folder.name}.py"
 
 
@@ -508,7 +513,7 @@ def test_every_operator_file_has_a_test():
 def test_every_kernel_file_has_an_eager_version():
     for path in (p for name in LANGUAGES for p in (*PACKAGE.rglob(f"{name}.py"), *PACKAGE.rglob(name))):
         if path.parent not in WITHOUT_EAGER:
-            assert path.with_name("eager.py").exists(), f"{path} has no eager twin"
+            assert has_eager(path.parent), f"{path} has no eager twin"
 
 
 def kernel_names(sources: list[File]) -> list[str]:

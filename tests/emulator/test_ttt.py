@@ -10,7 +10,8 @@ from tests.emulator.delta import PACKED
 from tests.emulator.machine import Machine
 from torch import Tensor
 
-from wyfold.kernels.ttt import SegmentBorders, StateViews, TTTInputs, gluon
+from wyfold.kernels.ttt import gluon
+from wyfold.kernels.ttt_records import SegmentBorders, StateViews, TTTInputs
 from wyfold.runtime.chunk_layout import chunk_grid
 from wyfold.runtime.kernel_configs import Config
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from wyfold import reference
 from wyfold.kernels import table as stages
-from wyfold.kernels.ttt import MiniBatches, MiniBatchGradients, State
+from wyfold.kernels.ttt_records import MiniBatches, MiniBatchGradients, State
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 from wyfold.runtime.chunk_layout import ChunkTable, dense_table, packed_table

@@ -5,8 +5,8 @@ import torch
 
 from wyfold.kernels import table
 from wyfold.kernels.records import Slots
-from wyfold.kernels.ttt import TTTInputs
 from wyfold.kernels.ttt_decode import Pools
+from wyfold.kernels.ttt_records import TTTInputs
 from wyfold.reference import inputs
 from wyfold.reference.error import judge, require
 from wyfold.reference.shapes import Shape

@@ -205,7 +205,7 @@ EAGER_KERNELS = (
     ),
     Mutant(
         "initial inputs that left the window have a gradient",
-        "kernels/conv/eager.py",
+        "kernels/conv/eager/backward.py",
         "_state_bwd",
         "moved.masked_fill_((source < 0).to(dfinal.device)[:, None], 0)",
         "moved",
@@ -246,7 +246,7 @@ EAGER_KERNELS = (
     ),
     Mutant(
         "a gated norm's weight has a gradient without the gate",
-        "kernels/norm/eager.py",
+        "kernels/norm/eager/rms_norm.py",
         "rms_norm_gated_bwd",
         "d * y.gate if options.norm_before_gate else d\n",
         "d\n",
@@ -270,9 +270,9 @@ EAGER_KERNELS = (
     ),
     Mutant(
         "a closing step has no gradient",
-        "kernels/ttt/eager.py",
+        "kernels/ttt/eager/backward.py",
         "ttt_bwd",
-        "de.scatter_add_(1, _per_head(table.valid - 1, dstate.S.shape[1], de), scan.de_last)",
+        "de.scatter_add_(1, per_head(table.valid - 1, dstate.S.shape[1], de), scan.de_last)",
         "pass",
         "ops/test_ttt_linear.py::test_every_length",
     ),

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from wyfold.kernels import table
 from wyfold.kernels.records import Slots
-from wyfold.kernels.ttt import TTTInputs
 from wyfold.kernels.ttt_decode import Pools
+from wyfold.kernels.ttt_records import TTTInputs
 from wyfold.runtime.torch_ops import register
 
 

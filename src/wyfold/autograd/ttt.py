@@ -25,7 +25,7 @@ from wyfold.autograd.ttt_records import (
     empty_gradients,
     empty_result,
 )
-from wyfold.kernels.ttt import State, StateViews
+from wyfold.kernels.ttt_records import State, StateViews
 from wyfold.runtime.differentiation import once_differentiable
 from wyfold.runtime.torch_ops import call, register
 

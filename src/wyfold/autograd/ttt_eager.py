@@ -16,7 +16,7 @@ from wyfold.autograd.ttt_records import TTTOptions, TTTResult, TTTTensors, trans
 from wyfold.autograd.ttt_resume import Resumption, resume
 from wyfold.autograd.workspace import WorkspacePart
 from wyfold.kernels import table
-from wyfold.kernels.ttt import State
+from wyfold.kernels.ttt_records import State
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.tile.index.eager import to_chunks, wide
 

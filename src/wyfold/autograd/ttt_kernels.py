@@ -21,7 +21,7 @@ from torch import Tensor
 from wyfold.autograd.row_alignment import aligned
 from wyfold.autograd.ttt_records import TTTOptions, TTTResult, TTTTensors, transpose_if_v_first
 from wyfold.kernels import table
-from wyfold.kernels.ttt import SegmentBorders, StateViews, TTTGradients, TTTInputs
+from wyfold.kernels.ttt_records import SegmentBorders, StateViews, TTTGradients, TTTInputs
 from wyfold.runtime import check
 from wyfold.runtime.chunk_layout import ChunkGrid, max_chunks
 from wyfold.runtime.layout import legal_boundaries

@@ -26,7 +26,7 @@ from wyfold.context_parallel.collectives import after
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.context_parallel.partition import Handover, Piece
 from wyfold.context_parallel.waves import Wave, waves
-from wyfold.kernels.ttt import State
+from wyfold.kernels.ttt_records import State
 from wyfold.runtime.differentiation import apply, once_differentiable
 from wyfold.tile.index.eager import wide
 

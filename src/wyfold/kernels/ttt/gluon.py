@@ -30,7 +30,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from wyfold.kernels.ttt import SegmentBorders, StateViews, TTTInputs, triton
+from wyfold.kernels.ttt import triton
 from wyfold.kernels.ttt.triton import (
     SEGMENT,
     empty,
@@ -42,6 +42,7 @@ from wyfold.kernels.ttt.triton import (
     wyfold_ttt_replay_triton,
 )
 from wyfold.kernels.ttt.triton.arguments import Inputs, States
+from wyfold.kernels.ttt_records import SegmentBorders, StateViews, TTTInputs
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tuned
 from wyfold.runtime.kernel_launch import launch_kernel

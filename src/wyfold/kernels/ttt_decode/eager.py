@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from wyfold.kernels.records import Slots
-from wyfold.kernels.ttt import TTTInputs
 from wyfold.kernels.ttt_decode import Pools
+from wyfold.kernels.ttt_records import TTTInputs
 from wyfold.tile.index.eager import wide
 from wyfold.tile.inner.eager import inner_gradient, residual_norm
 

@@ -13,10 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from wyfold.kernels.records import Slots
-from wyfold.kernels.ttt import TTTInputs
 from wyfold.kernels.ttt.triton.arguments import Inputs
 from wyfold.kernels.ttt.triton.tiles import load_inner_state, load_parameter, store_inner_state
 from wyfold.kernels.ttt_decode import Pools
+from wyfold.kernels.ttt_records import TTTInputs
 from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.index.triton import strides

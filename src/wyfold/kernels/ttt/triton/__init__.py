@@ -31,7 +31,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wyfold.kernels.ttt import SegmentBorders, StateViews, TTTGradients, TTTInputs
 from wyfold.kernels.ttt.triton.backward_scan import backward_scan, wyfold_ttt_bwd_triton
 from wyfold.kernels.ttt.triton.forward_scan import forward_scan, wyfold_ttt_triton
 from wyfold.kernels.ttt.triton.gradients import token_gradients, wyfold_ttt_gradients_triton
@@ -39,6 +38,7 @@ from wyfold.kernels.ttt.triton.launch import LAUNCHES, SEGMENT, forward_scan_key
 from wyfold.kernels.ttt.triton.outputs import outputs, wyfold_ttt_outputs_triton
 from wyfold.kernels.ttt.triton.parameters import parameter_gradients, wyfold_ttt_parameters_triton
 from wyfold.kernels.ttt.triton.recompute import recompute, wyfold_ttt_replay_triton
+from wyfold.kernels.ttt_records import SegmentBorders, StateViews, TTTGradients, TTTInputs
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.tile.dot.triton import workspace
 

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wyfold.kernels.ttt import SegmentBorders, StateViews, TTTInputs
 from wyfold.kernels.ttt.triton.arguments import Borders, Inputs, ScanGradients, Scratch
 from wyfold.kernels.ttt.triton.launch import BackwardWorkspace, launch_options
 from wyfold.kernels.ttt.triton.tiles import (
@@ -20,6 +19,7 @@ from wyfold.kernels.ttt.triton.tiles import (
     store_partials,
     to_row_layout,
 )
+from wyfold.kernels.ttt_records import SegmentBorders, StateViews, TTTInputs
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.dot.triton import mm

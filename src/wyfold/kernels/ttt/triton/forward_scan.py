@@ -5,7 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from wyfold.kernels.ttt import SegmentBorders, StateViews, TTTInputs
 from wyfold.kernels.ttt.triton.arguments import Borders, Inputs, States
 from wyfold.kernels.ttt.triton.launch import launch_options
 from wyfold.kernels.ttt.triton.tiles import (
@@ -20,6 +19,7 @@ from wyfold.kernels.ttt.triton.tiles import (
     store_row_stats,
     to_row_layout,
 )
+from wyfold.kernels.ttt_records import SegmentBorders, StateViews, TTTInputs
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.dot.triton import mm

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wyfold.kernels.ttt import SegmentBorders, TTTGradients, TTTInputs
 from wyfold.kernels.ttt.triton.arguments import Borders, Inputs, Scratch
 from wyfold.kernels.ttt.triton.launch import BackwardWorkspace, launch_options
 from wyfold.kernels.ttt.triton.tiles import gram_by_blocks, segment_steps
+from wyfold.kernels.ttt_records import SegmentBorders, TTTGradients, TTTInputs
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.dot.triton import mm

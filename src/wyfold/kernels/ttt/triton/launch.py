@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wyfold.kernels.ttt import TTTInputs
+from wyfold.kernels.ttt_records import TTTInputs
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import Config, LaunchKey, dtype_word, tile_width, tuned
 from wyfold.tile.dot.triton import contracts, operand, precision

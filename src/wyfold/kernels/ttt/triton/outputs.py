@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wyfold.kernels.ttt import SegmentBorders, TTTInputs
 from wyfold.kernels.ttt.triton.arguments import Borders, Inputs
 from wyfold.kernels.ttt.triton.launch import launch_options
 from wyfold.kernels.ttt.triton.tiles import load_parameter, read_by_blocks, read_segment, segment_steps
+from wyfold.kernels.ttt_records import SegmentBorders, TTTInputs
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.dot.triton import mm

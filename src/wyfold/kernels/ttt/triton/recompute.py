@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wyfold.kernels.ttt import SegmentBorders, TTTInputs
 from wyfold.kernels.ttt.triton.arguments import Borders, Inputs, Scratch
 from wyfold.kernels.ttt.triton.launch import SEGMENT, BackwardWorkspace, launch_options
 from wyfold.kernels.ttt.triton.tiles import (
@@ -20,6 +19,7 @@ from wyfold.kernels.ttt.triton.tiles import (
     segment_steps,
     store_partials,
 )
+from wyfold.kernels.ttt_records import SegmentBorders, TTTInputs
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.dot.triton import mm
