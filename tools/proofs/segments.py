@@ -226,16 +226,17 @@ def bits(add: Add, rule: str) -> None:
 
 
 def rows_of_a_batch(add: Add, rule: str) -> None:
-    """Each row of a dense batch against a call with that row alone."""
+    """Each row of a dense batch against a call with that row alone, without segments and with as many."""
     B, T, H = (2, 9 * C, 2) if TINY else (4, 16384, 4)
     one = replace(case(OPS_SHORT[rule], "b4t16kh4"), shape=Shape(B, T, H, H, D, D))
     a = one.arguments()
     with segment_rule.forced(4) if TINY else nullcontext():
-        together = _forward(one, a)
-        alone = [
-            _forward(one, {k: x[b : b + 1] if isinstance(x, Tensor) else x for k, x in a.items()}) for b in range(B)
-        ]
-    add("bits", f"{rule}, rows of B {B} T {T} H {H} alone", torch.equal(torch.cat(alone), together))
+        count = wyfold.explain(getattr(wyfold, f"chunk_{rule}"), **a).segments
+        rows = [{k: x[b : b + 1] if isinstance(x, Tensor) else x for k, x in a.items()} for b in range(B)]
+        for options in ({"batch_invariant": True}, {"max_splits": count}):
+            together = _forward(one, a, **options)
+            alone = torch.cat([_forward(one, row, **options) for row in rows])
+            add("bits", f"{rule}, rows of B {B} T {T} H {H} alone, {options}", torch.equal(alone, together))
 
 
 OPS_SHORT = {"gated_delta_rule": "gdn", "kda": "kda"}

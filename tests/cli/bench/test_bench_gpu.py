@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from wyfold.cli import main
-from wyfold.cli.bench import timing
+from wyfold.cli.bench import suites, timing
+from wyfold.cli.bench.suites import SuiteRow
+from wyfold.reference.shapes import Shape
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
 
@@ -44,6 +46,29 @@ def test_a_flush_is_not_counted_as_a_kernel_and_a_copy_is():
     (fill,) = gpu.kernels(lambda: target.fill_(2.0))
     assert fill.name not in gpu.flushing
     assert gpu.peak_mib(lambda: torch.empty(2**20, dtype=torch.float32, device="cuda")) == 4.0
+
+
+def test_the_current_gpu_is_the_one_that_is_described():
+    name = torch.cuda.get_device_name()
+    assert timing.card().get("name", name) == name
+
+
+def test_kernels_of_a_suite_compile_in_processes_before_it_is_timed(tmp_path, monkeypatch):
+    rows = (
+        SuiteRow("gdn", Shape(1, 300, 2, 4, 64, 64)),
+        SuiteRow("gdn_layer", Shape(1, 300, 2, 2, 64, 64), gate="model"),
+    )
+    monkeypatch.setitem(suites.SUITES, "groups", rows)
+    words = "bench --suite groups --rounds 2 --peers none --compile 2 --budget 300 --out"
+    assert main([*words.split(), str(tmp_path)]) == 0
+    (file,) = tmp_path.glob("*.json")
+    record = json.loads(file.read_text())
+    assert [(row["op"], row["mode"]) for row in record["rows"]] == [
+        (op, mode) for op in ("gdn", "gdn_layer") for mode in ("fwd", "fwdbwd")
+    ]
+    for row in record["rows"]:
+        assert row["correct"] and row["graph_milliseconds"], (row["refused"], row["errors"], row["graph_refused"])
+        assert any("wyfold_" in kernel["name"] for kernel in row["kernels"])
 
 
 def test_a_synchronising_call_cannot_be_captured_and_leaves_state_intact():

@@ -205,10 +205,13 @@ class Gpu:
 
 
 def card() -> dict[str, str]:
-    """Driver, clocks, temperature and power of the first GPU from nvidia-smi; empty if that fails."""
+    """Driver, clocks, temperature and power of the current GPU from nvidia-smi; empty if that fails."""
     clocks = ("clocks.sm", "clocks.mem", "clocks_event_reasons.active")
     fields = ("name", "driver_version", *clocks, "temperature.gpu", "power.draw")
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
+    # nvidia-smi numbers all GPUs of the machine, PyTorch those that the process may use.
+    uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
+    which = f"--id={0 if uuid is None else f'GPU-{uuid}'}"
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", which]
     try:
         printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):
