@@ -11,6 +11,7 @@ from wyfold.cli import main
 from wyfold.cli import tasks as tasks_verb
 from wyfold.cli.train import add_arguments, fill_options, integrity
 from wyfold.cli.train.trainer import Trainer
+from wyfold.models import Decoder
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -239,6 +240,22 @@ def test_the_table_has_every_run_and_repeats_none(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(Trainer, "_take_step", none)
     assert tasks(tmp_path) == 0
     assert json.loads((tmp_path / "tasks.json").read_text())["runs"] == table["runs"]
+
+
+def test_the_range_of_eigenvalues_is_that_of_the_option(tmp_path):
+    """Also of DeltaProduct, whose layer has [-1, 1] by default. GLA erases nothing, and has one run."""
+    further = f"--train={TINY} --length 8 --eval-lengths 16 --steps 1"
+    layers = ("gla", "gdp", "rwkv7", "gdn2")
+    assert main(["tasks", "--out", str(tmp_path), "--task", "parity", "--layers", *layers, further]) == 0
+    runs = json.loads((tmp_path / "tasks.json").read_text())["runs"]
+    assert [run["recipe"]["layers"] for run in runs] == ["gla", *(name for name in layers[1:] for _ in range(2))]
+    found = {}
+    for folder in tmp_path.glob("parity-*/checkpoint/*/model"):
+        (block,) = Decoder.load(folder).blocks
+        found[folder.parents[2].name.split("-")[1], "-neg-" in str(folder)] = getattr(
+            block.mixer, "allow_neg_eigval", None
+        )
+    assert found == {("gla", False): None} | {(name, sign): sign for name in layers[1:] for sign in (True, False)}
 
 
 def test_a_row_lists_the_layers_that_are_built(tmp_path):

@@ -1,5 +1,7 @@
 """RWKV-7's layer against its formula, its published initial values, and its place in a decoder."""
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -11,8 +13,8 @@ from wyfold.models import Decoder, DecoderConfig
 WIDTH, H, K, V = 24, 2, 16, 8
 
 
-def perturbed(number: int) -> RWKV7TimeMix:
-    layer = RWKV7TimeMix(WIDTH, H, K, V, decay_rank=4, layer_idx=number, num_layers=3).double()
+def perturbed(number: int, **options) -> RWKV7TimeMix:
+    layer = RWKV7TimeMix(WIDTH, H, K, V, decay_rank=4, layer_idx=number, num_layers=3, **options).double()
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
@@ -40,7 +42,7 @@ def formula(layer, x, first_value, lengths):
         kk = F.normalize((k * p["k_k"]).unflatten(-1, (H, K)), dim=-1)
         k = k * (1 + (a - 1) * p["k_a"])
         r, w, k, v, a = (rows.unflatten(-1, (H, -1)) for rows in (r, w, k, v, a))
-        o, _ = reference.rwkv7(r, w, k, v, -kk, kk * a)
+        o, _ = reference.rwkv7(r, w, k, v, -kk, kk * a * (1 + w.exp() if layer.allow_neg_eigval else 1))
         mean = o.mean(-1, keepdim=True)
         variance = (o - mean).square().mean(-1, keepdim=True)
         o = ((o - mean) / (variance + K * 1e-5).sqrt()).flatten(2) * p["g_norm.weight"] + p["g_norm.bias"]
@@ -50,11 +52,11 @@ def formula(layer, x, first_value, lengths):
     return torch.cat(found, 1)
 
 
-@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize(("number", "signed"), [(0, True), (2, False)])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_output_and_gradients(number, packed, float64_bounds, same_gradients):
+def test_output_and_gradients(number, signed, packed, float64_bounds, same_gradients):
     """Also the gradient of the first layer's values, and no token shift across a boundary."""
-    layer, lengths = perturbed(number), [17, 0, 1, 21] if packed else [39]
+    layer, lengths = perturbed(number, allow_neg_eigval=signed), [17, 0, 1, 21] if packed else [39]
     x = torch.randn(1 if packed else 2, 39, WIDTH, dtype=torch.float64, requires_grad=True)
     first_value = torch.randn(*x.shape[:2], H * V, dtype=torch.float64, requires_grad=True) if number else None
     layout = SequenceLayout.from_lengths(lengths) if packed else None
@@ -65,6 +67,23 @@ def test_output_and_gradients(number, packed, float64_bounds, same_gradients):
         arrow = torch.randn_like(truth)
         mine, true = (torch.autograd.grad(rows, first_value, arrow, retain_graph=True)[0] for rows in (y, truth))
         float64_bounds.gradient("first_value", mine, true)
+
+
+def test_eigenvalues_of_transitions():
+    """Largest rates, by large biases: -1 is reached with `allow_neg_eigval` and a slow decay, never passed."""
+    for signed, lowest in ((True, -1.0), (False, math.exp(-math.exp(-0.5)) - 1)):
+        layer = perturbed(0, allow_neg_eigval=signed)
+        with torch.no_grad():
+            layer.a_lora.lora[2].bias.fill_(50)
+            layer.w_lora.lora[2].bias.copy_(torch.linspace(-50, 50, H * K))
+            x = torch.randn(1, 30, WIDTH, dtype=torch.float64)
+            rows = layer._rows(x, None, torch.zeros_like(x))
+            transitions = torch.diag_embed(rows.w.exp()) + rows.b[..., None] * rows.a[..., None, :]
+            found = torch.linalg.eigvals(transitions)
+        rounding = 64 * torch.finfo(torch.float64).eps
+        assert not (found.imag.abs() > rounding).any()
+        assert abs(found.real.min() - lowest) < 1 / 16 and found.real.min() > lowest - rounding
+        assert found.real.max() < 1 + rounding
 
 
 def test_the_first_layers_value_is_returned():

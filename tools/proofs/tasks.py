@@ -31,6 +31,14 @@ from pathlib import Path
 from typing import IO, Any
 
 LAYERS = ("delta_net", "gated_delta_net", "kda")
+FURTHER = {
+    "mqar": ("gla", "gated_delta_net2"),
+    "parity": ("gated_delta_product",),
+    "s5": ("gated_delta_product", "rwkv7"),
+}
+"""Further layers of a task. Of recall with 128 channels only. RWKV-7 with eigenvalues in [-1, 1] only: its published
+range has negative ones.
+"""
 TASKS = ("mqar", "parity", "s5", "s_niah", "ttt")
 
 LEARNED, BEYOND = 0.99, 0.9
@@ -185,7 +193,7 @@ SMALL = {
     "--eval-bytes 64",
 }
 
-HEADS = {"delta_net": 2, "gated_delta_net": 4, "kda": 2}
+HEADS = {"delta_net": 2, "gated_delta_net": 4, "kda": 2, "gla": 2, "gated_delta_net2": 2}
 """Number of heads for associative recall with 128 channels.
 
 Each GDN head has one decay rate, set at initialisation. Most heads decay a key long before it is queried, so GDN gets
@@ -204,16 +212,18 @@ def cells(only: list[str], small: bool) -> list[Cell]:
         runs = [Run("ttt-device", words["ttt"], 240), Run("ttt-cpu", words["ttt"], 400, "cpu")]
         made.append(Cell("ttt", "ttt", runs, together=True))
     for width in (128, 64, 256) if "mqar" in only else ():
-        for layers in LAYERS:
+        for layers in (*LAYERS, *(FURTHER["mqar"] if width == 128 else ())):
             model = f"--layers {layers} --width {width} --heads {HEADS[layers]}"
             made.append(Cell(f"mqar {layers} {width}", "mqar", _tries("mqar", f"{layers}-{width}", model, words)))
     if "s_niah" in only:
         made.append(Cell("s_niah gated_delta_net", "s_niah", [Run("s_niah", f"--task s_niah {words['s_niah']}", 240)]))
     for task in ("s5", "parity"):
-        for layers in LAYERS if task in only else ():
+        for layers in (*LAYERS, *FURTHER[task]) if task in only else ():
             runs = _tries(task, f"{layers}-neg-eigval", f"--layers {layers} --neg-eigval", words)
             made.append(Cell(f"{task} {layers} [-1, 1]", task, runs))
-            made.append(Cell(f"{task} {layers} [0, 1]", task, _tries(task, layers, f"--layers {layers}", words)[:1]))
+            if layers != "rwkv7":
+                runs = _tries(task, layers, f"--layers {layers}", words)[:1]
+                made.append(Cell(f"{task} {layers} [0, 1]", task, runs))
     return made
 
 

@@ -21,6 +21,7 @@ from wyfold.cli import DONE, UsageError, records, results, say, train
 from wyfold.cli.arguments import add_backend, device, found_device, gate_bound, seed_number
 from wyfold.cli.train import rundir
 from wyfold.cli.train.integrity import DamagedError
+from wyfold.cli.train.recipe import DELTA_LAYERS
 from wyfold.cli.train.settings import TASKS
 from wyfold.runtime import pattern
 
@@ -160,10 +161,19 @@ def row(found: dict[str, Any]) -> tuple[str, ...]:
 def _cells(args: argparse.Namespace) -> Iterator[Cell]:
     for task in args.task:
         for layers in args.layers:
-            for neg_eigval in (True, False) if task in STATE_TRACKING else (False,):
+            signs = (True, False) if task in STATE_TRACKING and _has_delta_layer(layers) else (False,)
+            for neg_eigval in signs:
                 for seed in args.seed:
                     bound = _bound(args) if "kda" in layers else []
                     yield Cell(task, layers, neg_eigval, seed, (*bound, *shlex.split(args.train)))
+
+
+def _has_delta_layer(layers: str) -> bool:
+    """Whether a pattern has a layer with eigenvalues to choose. An invalid pattern counts: its run is refused."""
+    try:
+        return bool(set(DELTA_LAYERS) & set(pattern.parse(layers)))
+    except ValueError:
+        return True
 
 
 def _bound(args: argparse.Namespace) -> list[str]:

@@ -47,6 +47,9 @@ class RWKV7TimeMix(nn.Module):
         head_v_dim: V, width of a value, 1 to 512. None: K.
         decay_rank, rate_rank, value_rank, gate_rank: Inner widths of the low-rank projections. None: RWKV-7's, which
             grow with the square root of hidden_size.
+        allow_neg_eigval: Rates a in [0, 1 + exp(w)] instead of [0, 1]. Eigenvalues of a transition are then in [-1, 1],
+            and reach -1, as the exchange of two things needs (arXiv:2411.12537). As published they are above
+            exp(-exp(-1/2)) - 1 = -0.46.
         norm_eps: eps of the group norm, divided by K.
         layer_idx: Number of the layer among those of its kind. 0 is the first one.
         num_layers: Number of such layers in the model, on which initial values depend. None: layer_idx + 1.
@@ -82,6 +85,7 @@ class RWKV7TimeMix(nn.Module):
         rate_rank: int | None = None,
         value_rank: int | None = None,
         gate_rank: int | None = None,
+        allow_neg_eigval: bool = False,
         norm_eps: float = 1e-5,
         layer_idx: int = 0,
         num_layers: int | None = None,
@@ -95,8 +99,9 @@ class RWKV7TimeMix(nn.Module):
         layers = layer_idx + 1 if num_layers is None else check.integer(NAME, "num_layers", num_layers, least=1)
         if layer_idx >= layers:
             raise ValueError(f"{NAME}: layer_idx must be below num_layers = {layers}, got {layer_idx}")
+        check.flag(NAME, allow_neg_eigval=allow_neg_eigval)
         check.choice(NAME, "backend", backend, (None, *table.BACKENDS))
-        self.num_layers, self.backend = layers, backend
+        self.num_layers, self.allow_neg_eigval, self.backend = layers, allow_neg_eigval, backend
         keys, values = num_heads * self.head_dim, num_heads * self.head_v_dim
         growth = self.head_dim / 64
         ranks = {
@@ -229,9 +234,11 @@ class RWKV7TimeMix(nn.Module):
         decay = self.w_lora(x_w)
         w = LOWEST * decay.to(torch.promote_types(decay.dtype, torch.float32)).sigmoid()
         rate = self.a_lora(x_a).sigmoid()
+        erased = rate * (1 + w.exp()).to(rate.dtype) if self.allow_neg_eigval else rate
         removed = l2norm(self._heads(k * self.k_k), self.key_norm_eps, backend=self.backend)
-        erased, written = removed * self._heads(rate), k * (1 + (rate - 1) * self.k_a)
-        alike = [rows.to(r.dtype) for rows in (self._heads(written), self._heads(v), -removed, erased)]
+        written = k * (1 + (rate - 1) * self.k_a)
+        rows = self._heads(written), self._heads(v), -removed, removed * self._heads(erased)
+        alike = [x.to(r.dtype) for x in rows]
         first_value = v if first_value is None else first_value
         return _TokenRows(*(self._heads(r), self._heads(w), *alike, self.g_lora(x_g), first_value))
 

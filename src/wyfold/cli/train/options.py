@@ -144,7 +144,8 @@ def _model_options(model: argparse._ActionsContainer) -> None:
         "--neg-eigval",
         action="store_true",
         default=None,
-        help="allow negative eigenvalues in delta-rule layers: beta in [0, 2] (default: no, for tasks too)",
+        help="allow eigenvalues down to -1 in delta-rule layers: beta in [0, 2], or rates of rwkv7 up to 1 + decay "
+        "(default: no, for tasks too)",
     )
     model.add_argument(
         "--kda-lower-bound",

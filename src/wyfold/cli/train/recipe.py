@@ -13,6 +13,7 @@ from msgspec.structs import asdict, fields
 
 from wyfold.cli import UsageError
 from wyfold.cli.train.schema import Settings, shortened
+from wyfold.runtime.pattern import parse
 
 if TYPE_CHECKING:  # refusing a run does not import torch
     import torch
@@ -21,7 +22,7 @@ if TYPE_CHECKING:  # refusing a run does not import torch
     from wyfold.models import Decoder
 
 BETAS = (0.9, 0.95)
-DELTA_LAYERS = ("delta_net", "gated_delta_net", "kda")
+DELTA_LAYERS = ("delta_net", "gated_delta_net", "kda", "gated_delta_net2", "gated_delta_product", "rwkv7")
 
 
 class Recipe(Settings, frozen=True):
@@ -100,6 +101,8 @@ def build(recipe: Recipe, backend: str | None = None, vocabulary: int = 256) -> 
     if recipe.kda_lower_bound is not None:
         options["kda"] = options.get("kda", {}) | {"lower_bound": recipe.kda_lower_bound}
     try:
+        if not recipe.neg_eigval and "gated_delta_product" in parse(recipe.layers):  # its default, the paper's, is True
+            options["gated_delta_product"] = {"allow_neg_eigval": False}
         config = DecoderConfig(
             vocab_size=vocabulary,
             pattern=recipe.layers,
