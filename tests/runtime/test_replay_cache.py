@@ -496,6 +496,31 @@ def test_gradients_of_some_arguments(lines: list[tuple[Any, ...]]):
             assert [x.shape for x in found] == [x.shape for x in leaves]
 
 
+def leaked(transform: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+    """A tensor equal to x that a transform of torch.func made, which has ended since."""
+    kept: list[torch.Tensor] = []
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x.clone())
+        return x.sum()
+
+    transform(keep)(x)
+    return kept[0]
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.functionalize])
+def test_a_tensor_of_a_transform_that_has_ended(transform: Any, lines: list[tuple[Any, ...]]):
+    """It is no plain tensor, so PyTorch's whole `apply` has to see it."""
+    for number in range(4):
+        call, given = normed(weight=torch.randn(D, requires_grad=True))
+        for x in (given["x"], leaked(transform, given["x"])):
+            lines.clear()
+            y = call(**{**given, "x": x})
+            (dweight,) = torch.autograd.grad(y, given["weight"], torch.ones_like(y))
+            assert dweight.shape == (D,) and (len(lines) == 2 or number == 0)
+            assert all(sum(type(x) is int and x > NUMBERS for x in line) == 4 for line in lines[:1])  # addresses
+
+
 def test_a_second_derivative_is_refused(lines: list[tuple[Any, ...]]):
     for _ in range(4):
         call, given = chunked("gdn")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from wyfold.runtime import check, torch_modes
+from wyfold.runtime import check, replay_cache, torch_modes
 
 
 def apply(op: str, function: type[torch.autograd.Function], *arguments: Any) -> Any:
@@ -24,6 +24,9 @@ def apply(op: str, function: type[torch.autograd.Function], *arguments: Any) -> 
     They trace `function.forward`, which calls the registered operator. That operator uses its function again at run
     time. Where no derivative can be taken, `function.forward` is called alone as well.
     """
+    if replay_cache.in_differentiated_call() and torch.is_grad_enabled():
+        # Without the Python part of `apply`, which looks at every argument once more for wrappers of torch.func.
+        return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
     if torch_modes.in_plain_eager() and torch.is_grad_enabled():
         return function.apply(*arguments)
     if traced() or not torch_modes.differentiating():

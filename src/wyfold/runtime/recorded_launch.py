@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -11,6 +11,12 @@ from wyfold.runtime.compiled_launch import CompiledLaunch
 
 ENCODINGS = 256
 """Most encodings that are kept of a descriptor of a recorded launch."""
+
+
+PointerSlot: TypeAlias = tuple[int, Any, int]
+"""An argument that is computed from an address: its index in `RecordedLaunch.arguments`, the tensor (after
+`RecordedLaunch.rebind` its number), and bytes behind the tensor's first element. Python unpacks a plain tuple in half
+the time of a named one."""
 
 
 def recorded_launch(launch: CompiledLaunch, programs: int, arguments: tuple[Any, ...]) -> RecordedLaunch | None:
@@ -21,7 +27,7 @@ def recorded_launch(launch: CompiledLaunch, programs: int, arguments: tuple[Any,
     records: list[tuple[int, tuple[Any, ...]]] = []
     for place, x in enumerate(arguments):
         if isinstance(x, Tensor):
-            pointers.append(PointerSlot(len(flat), x, 0))
+            pointers.append((len(flat), x, 0))
             flat.append(0)
         elif isinstance(x, tuple) and any(isinstance(field, Tensor) for field in x):
             records.append((len(flat), x))
@@ -30,7 +36,7 @@ def recorded_launch(launch: CompiledLaunch, programs: int, arguments: tuple[Any,
             encode = expanders[place].encoder(x) if place in expanders else None
             if encode is None:
                 return None
-            descriptors.append(PointerSlot(len(flat), x.base, 0))
+            descriptors.append((len(flat), x.base, 0))
             encoders.append(encode)
             flat += (None, *x.shape, *x.strides)
         else:
@@ -38,8 +44,8 @@ def recorded_launch(launch: CompiledLaunch, programs: int, arguments: tuple[Any,
     flat += launch.constants
     own, slots = len(flat), []
     for slot, fields in records:
-        slots.append(RecordSlot(slot, len(flat), len(flat) + len(fields)))
-        pointers += [PointerSlot(len(flat) + n, x, 0) for n, x in enumerate(fields) if isinstance(x, Tensor)]
+        slots.append((slot, len(flat), len(flat) + len(fields)))
+        pointers += [(len(flat) + n, x, 0) for n, x in enumerate(fields) if isinstance(x, Tensor)]
         flat += [0 if isinstance(x, Tensor) else x for x in fields]
     encoded = tuple([dict[int, Any]() for _ in descriptors])
     return RecordedLaunch(
@@ -54,8 +60,8 @@ class RecordedLaunch(NamedTuple):
         launch, programs: The kernel, and the size of the grid.
         arguments: Of the launcher, then the fields of its records. Entries at the slots below are placeholders.
         own: Number of the launcher's arguments.
-        pointers: Slots of tensors.
-        records: Slots of records that have tensors.
+        pointers: Slots of tensors, in the arguments or in the fields of records.
+        records: For each record that has tensors: its slot, and where its fields begin and end in `arguments`.
         descriptors: Slots of tensor descriptors.
         encoders: For each descriptor, the function that encodes it for an address.
         encoded: For each descriptor, its encodings by address. Layers of a model replay one launch on other addresses,
@@ -67,7 +73,7 @@ class RecordedLaunch(NamedTuple):
     arguments: list[Any]
     own: int
     pointers: tuple[PointerSlot, ...]
-    records: tuple[RecordSlot, ...]
+    records: tuple[tuple[int, int, int], ...]
     descriptors: tuple[PointerSlot, ...]
     encoders: tuple[Callable[[int], Any], ...]
     encoded: tuple[dict[int, Any], ...]
@@ -76,7 +82,7 @@ class RecordedLaunch(NamedTuple):
         """The same launch with its slots renumbered; see `recording.Step`."""
 
         def numbered(slots: Sequence[PointerSlot]) -> tuple[PointerSlot, ...]:
-            return tuple([PointerSlot(slot, *to(x, offset)) for slot, x, offset in slots])
+            return tuple([(slot, *to(x, offset)) for slot, x, offset in slots])
 
         return self._replace(pointers=numbered(self.pointers), descriptors=numbered(self.descriptors))
 
@@ -96,32 +102,5 @@ class RecordedLaunch(NamedTuple):
                     known.clear()
                 known[address] = encoding = encode(address)
             arguments[slot] = encoding
-        run, function, metadata, *_ = launch
+        run, function, metadata = launch[:3]
         run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments[:own])
-
-
-class PointerSlot(NamedTuple):
-    """An argument of a launch, or a field of a record, that is computed from an address.
-
-    Attributes:
-        slot: Index in `RecordedLaunch.arguments`.
-        tensor: The tensor; after `RecordedLaunch.rebind`, its number.
-        offset: Bytes behind the tensor's first element.
-    """
-
-    slot: int
-    tensor: Any
-    offset: int
-
-
-class RecordSlot(NamedTuple):
-    """A record among the arguments of a launch, with tensors among its fields.
-
-    Attributes:
-        slot: Index in `RecordedLaunch.arguments`.
-        begin, end: Where its fields are there.
-    """
-
-    slot: int
-    begin: int
-    end: int

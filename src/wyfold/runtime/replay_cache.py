@@ -175,6 +175,11 @@ def call_around(arguments: tuple[Any, ...], tensors: int) -> KnownCall | None:
     return around if around is not None and around.serves(arguments, tensors) else None
 
 
+def in_differentiated_call() -> bool:
+    """Whether this thread is in a call of a public function on plain tensors, outside all modes."""
+    return _thread.around is not None and _thread.around.held
+
+
 def find_call(head: Any, tensors: tuple[Any, ...], values: tuple[Any, ...]) -> KnownCall | None:
     """What is known of calls like this one; None if nothing may be kept of it.
 
@@ -224,6 +229,11 @@ class KnownCall:
     ):
         self._entry, self._held, self._recordable, self._head = entry, held, recordable, head
         self._tensors, self._values, self._addresses = tensors, values, addresses
+
+    @property
+    def held(self) -> bool:
+        """Whether the call is made outside all modes, on tensors whose memory has their values."""
+        return self._held
 
     def serves(self, arguments: tuple[Any, ...], tensors: int) -> bool:
         """Whether this is a differentiated call that serves a registered operator (`call_around`); from now on it does.
