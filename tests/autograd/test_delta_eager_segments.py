@@ -15,6 +15,7 @@ from torch import Tensor
 import wyfold
 from wyfold.autograd import delta_eager_segments, workspace
 from wyfold.kernels import table
+from wyfold.ops.delta_plan import call_cut
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 from wyfold.runtime import segment_rule
@@ -257,6 +258,23 @@ def test_a_full_batch_is_not_cut():
     assert segment_rule.cut(8, 128, 128, 64, H200, batch=8).segments(4096 // 64) == 1
     # Two rows leave space for four segments each.
     assert segment_rule.cut(8, 128, 128, 64, H200, batch=2).segments(8192 // 64) == 4
+
+
+def test_batches_with_one_cut_have_one_compiled_graph():
+    """The number of rows may be symbolic. A graph is compiled for each cut, not for each number of rows."""
+    graphs = []
+
+    @torch.compile(fullgraph=True, dynamic=None, backend=lambda module, _: graphs.append(module) or module)
+    def compiled(q: Tensor, v: Tensor) -> Tensor:
+        cut = call_cut(q, v, 64, None, packed=False, eager=False)
+        return q.new_tensor([cut.chunks, cut.most])
+
+    torch.compiler.reset()
+    for B, count in ((2, 1), (7, 2), (8, 2)):
+        q, v = torch.zeros(B, 8192, 2, 8), torch.zeros(B, 8192, 2, 128)
+        expected = call_cut(q, v, 64, None, packed=False, eager=False)
+        assert Cut(*compiled(q, v).int().tolist()) == expected and expected.chunks
+        assert len(graphs) == count, B
 
 
 def test_the_docs_have_the_rules_numbers():
