@@ -307,6 +307,28 @@ def test_a_kernel_that_raises_is_refused_and_tried_again_by_the_next_process(mac
     assert machine.plan().self_check == "passed"
 
 
+def test_a_check_without_memory_is_made_by_the_next_call(machine, tmp_path):
+    machine.verdicts = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    said = machine.refusal()
+    assert "no free memory" in said and "call again" in said and "report" not in said and not files(tmp_path)
+    machine.verdicts = [RIGHT]
+    assert machine.plan().self_check == "passed" and machine.runs == 2
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_check_draws_rows_of_different_norms_where_kernels_divide_by_them(norm: bool, monkeypatch):
+    """The key along which Comba reads was drawn with one norm; kernels that took a neighbour's norm passed."""
+    noted: list[Trial] = []
+    usual = table.plan
+    monkeypatch.setattr(
+        table, "plan", lambda *args, **options: noted.extend(options["trials"]()) or usual(*args, **options)
+    )
+    x = torch.ones(1, 2, 1, 8)
+    wyfold.chunk_comba(x, x, x, x, use_qk_l2norm_in_kernel=norm)
+    q, k, p = (noted[0].samples[place] for place in (0, 1, 10))
+    assert [x and x.kind for x in (q, k, p)] == ["normal" if norm else "unit"] * 3
+
+
 def test_explain_runs_nothing_and_reports_the_state(machine):
     assert plan_of(machine.plan).self_check == "not run"
     assert machine.runs == 0

@@ -217,6 +217,10 @@ _CAPTURING = (
     "these kernels are not verified on this card under this Triton, and their self-check cannot run while a CUDA graph "
     "is captured; make one such call before the capture, or run `wyfold verify` once"
 )
+_NO_MEMORY = (
+    "the self-check of {} found no free memory on the GPU, which says nothing of its kernels; free some and call again, "
+    "or run `wyfold verify` once"
+)
 
 
 def _first_use(trial: Trial, device: torch.device) -> Outcome:
@@ -230,8 +234,10 @@ def _first_use(trial: Trial, device: torch.device) -> Outcome:
         _say(f"first use of {trial} on {where}: comparing its kernels with the eager backend, once")
     try:
         judged = _on_new_thread(lambda: verdicts(trial, device), device)
+    except torch.OutOfMemoryError:
+        return Outcome("refused", _NO_MEMORY.format(trial))  # not kept: the next call tries again
     except Exception as error:
-        # Not stored: memory may be short, or another process may hold the GPU.
+        # Not stored: another process may hold the GPU.
         found = Outcome("failed", _refusal(trial, where, f"they raised {type(error).__name__}: {_first_line(error)}"))
         record: dict[str, Any] = {"operator": str(trial), "passed": False, "refusal": found.refusal, "tensors": {}}
     else:
