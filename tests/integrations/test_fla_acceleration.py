@@ -200,6 +200,14 @@ def test_convolutions_are_left_to_a_backend_that_was_asked_for(fla: ModuleType):
     assert sum(accelerated.report.left.values()) == 4
 
 
+def test_norms_without_a_kernel_are_left_to_fla(fla: ModuleType):
+    x = torch.randn(2, T, 8)
+    with accelerate(["rms_norm_gated"]) as accelerated:
+        for options in ({"residual": x}, {"prenorm": True}, {"eps": 0}):
+            assert isinstance(function("rms_norm_gated")(x, x, None, None, **options), OwnCall)
+    assert sum(accelerated.report.left.values()) == 3 and accelerated.report.served == 0
+
+
 def test_other_backends_are_asked_after_wyfold(fla: ModuleType):
     backends = importlib.import_module("fla.ops.backends" if fla.__version__ == "0.5.2" else "fla.backends")
 

@@ -218,8 +218,8 @@ _CAPTURING = (
     "is captured; make one such call before the capture, or run `wyfold verify` once"
 )
 _NO_MEMORY = (
-    "the self-check of {} found no free memory on the GPU, which says nothing of its kernels; free some and call again, "
-    "or run `wyfold verify` once"
+    "the self-check of {} found no free memory on the GPU, which says nothing of its kernels; free some and call "
+    "again, or run `wyfold verify` once"
 )
 
 

@@ -62,7 +62,7 @@ def trial_segments(options: DeltaOptions, sequences: int, tokens: int) -> tuple[
 def column_samples(a: Tensor | None, b: Tensor | None, w: Tensor | None, options: DeltaOptions) -> list[Sample | None]:
     """Samples of a low-rank rule's further tokens."""
     return [
-        # A norm of its own in each row, where kernels divide by it.
+        # Where kernels divide by the norms of rows, these differ.
         sample(a, "normal" if options.qk_l2norm else "unit", "BT"),
         # Rates and erase gates are in (0, 1). A column of DPLR is short, since any row may read it.
         sample(b, "step" if options.rule == "given" else "strength", "BT"),

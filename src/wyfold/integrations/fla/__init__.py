@@ -12,6 +12,7 @@ from __future__ import annotations
 from wyfold.integrations.fla.acceleration import Acceleration, Report, accelerate
 from wyfold.integrations.fla.attention import parallel_path_attn
 from wyfold.integrations.fla.checkpoints import FlaCheckpoint, from_fla, to_fla
+from wyfold.integrations.fla.gated_norms import FusedRMSNormGated, rms_norm_gated
 from wyfold.integrations.fla.gla import GatedLinearAttention, chunk_gla, fused_recurrent_gla
 from wyfold.integrations.fla.layers import (
     DeltaNet,
@@ -29,14 +30,13 @@ from wyfold.integrations.fla.low_rank import (
     fused_recurrent_gdn2,
     fused_recurrent_iplr_delta_rule,
 )
-from wyfold.integrations.fla.modules import FusedRMSNormGated, GatedMLP, L2Norm, RMSNorm, ShortConvolution
+from wyfold.integrations.fla.modules import GatedMLP, L2Norm, RMSNorm, ShortConvolution
 from wyfold.integrations.fla.pieces import (
     causal_conv1d,
     chunk_scaled_dot_kkt_fwd,
     fused_gdn_gate,
     fused_kda_gate,
     l2norm,
-    rms_norm_gated,
     solve_tril,
 )
 from wyfold.integrations.fla.recurrences import (

@@ -1,7 +1,8 @@
 """fla's calls, run by Wyfold's operators with fla's meaning of every argument, or declined with a reason.
 
-Arguments are named as in fla 0.5.2 and 0.6.0. The functions under fla's names (`recurrences`, `pieces`) then run the
-call; here is only what differs because fla's own callers make it: flags that are None, and arguments that fla ignores.
+Arguments are named as in fla 0.5.2 and 0.6.0. The functions under fla's names (`recurrences`, `pieces`, `gated_norms`)
+then run the call; here is only what differs because fla's own callers make it: flags that are None, and arguments that
+fla ignores.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wyfold.integrations.fla import pieces, recurrences
+from wyfold.integrations.fla import gated_norms, pieces, recurrences
 from wyfold.runtime.torch_modes import autocast_dtype
 
 Arguments = dict[str, Any]
@@ -128,7 +129,10 @@ def _conv(arguments: Arguments) -> None:
 
 
 def _norm(arguments: Arguments) -> None:
-    """`pieces.rms_norm_gated` refuses by itself what it does not have."""
+    if arguments.get("residual") is not None or arguments.get("prenorm"):
+        raise Declined("residual or prenorm, for which Wyfold has no kernel")
+    if arguments.get("eps") == 0:
+        raise Declined("eps=0, for which Wyfold has no kernel")
 
 
 OPERATORS: dict[str, Operator] = {
@@ -141,6 +145,6 @@ OPERATORS: dict[str, Operator] = {
     ),
     "fused_recurrent_kda": Operator("fla.ops.kda", False, recurrences.fused_recurrent_kda, _delta),
     "causal_conv1d": Operator("fla.modules.convolution", False, pieces.causal_conv1d, _conv),
-    "rms_norm_gated": Operator("fla.modules.fused_norm_gate", False, pieces.rms_norm_gated, _norm),
+    "rms_norm_gated": Operator("fla.modules.fused_norm_gate", False, gated_norms.rms_norm_gated, _norm),
 }
 """fla's functions, by name."""

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from wyfold.integrations.fla.gated_norms import FusedRMSNormGated
 from wyfold.integrations.fla.low_rank import refuse_reverse
 from wyfold.integrations.fla.mixer import Mixer, whole
-from wyfold.integrations.fla.modules import FusedRMSNormGated, RMSNorm
+from wyfold.integrations.fla.modules import RMSNorm
 from wyfold.integrations.fla.recurrences import Result, v_first
 from wyfold.ops import gla
 from wyfold.runtime.check import UnsupportedError

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wyfold.integrations.fla.modules import FusedRMSNormGated, RMSNorm, ShortConvolution
+from wyfold.integrations.fla.gated_norms import FusedRMSNormGated
+from wyfold.integrations.fla.modules import RMSNorm, ShortConvolution
 from wyfold.integrations.fla.padding import (
     get_layer_cache,
     repad_hidden_states,

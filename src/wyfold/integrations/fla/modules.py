@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wyfold.integrations.fla.pieces import causal_conv1d, l2norm, rms_norm_gated
+from wyfold.integrations.fla.pieces import causal_conv1d, l2norm
 from wyfold.integrations.fla.recurrences import Result
 from wyfold.runtime import check
 from wyfold.runtime.check import UnsupportedError
@@ -137,54 +137,6 @@ class ShortConvolution(nn.Conv1d):
     @property
     def state_size(self) -> int:
         return self.hidden_size * self.kernel_size[0]
-
-
-class FusedRMSNormGated(nn.Module):
-    """Root-mean-square norm of the last dimension, times an activated gate; fla's module of that name.
-
-    Args:
-        hidden_size: Size of the last dimension.
-        elementwise_affine: Use a weight.
-        eps: Added to the mean square.
-        activation: "swish", "silu" (the same) or "sigmoid".
-        device, dtype: Device and dtype of the parameter, `weight` [hidden_size].
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        elementwise_affine: bool = True,
-        eps: float = 1e-5,
-        activation: str = "swish",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ):
-        super().__init__()
-        check.choice("FusedRMSNormGated", "activation", activation, ("swish", "silu", "sigmoid"))
-        self.hidden_size, self.elementwise_affine = hidden_size, elementwise_affine
-        self.eps, self.activation = eps, activation
-        self.weight: nn.Parameter | None
-        weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype)) if elementwise_affine else None
-        self.register_parameter("weight", weight)
-        self.register_parameter("bias", None)
-
-    def reset_parameters(self) -> None:
-        if self.weight is not None:
-            nn.init.ones_(self.weight)
-
-    def forward(
-        self,
-        x: Tensor,
-        g: Tensor,
-        residual: Tensor | None = None,
-        prenorm: bool = False,
-        residual_in_fp32: bool = False,
-    ) -> Tensor:
-        """Normalise and gate x [..., D] with `wyfold.rms_norm_gated`; a residual raises UnsupportedError."""
-        return rms_norm_gated(x, g, self.weight, None, self.activation, residual, prenorm, residual_in_fp32, self.eps)
-
-    def extra_repr(self) -> str:
-        return f"{self.hidden_size}, eps={self.eps}, activation={self.activation!r}"
 
 
 class L2Norm(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor
 from wyfold.integrations.fla.ranks import wyfold_context
 from wyfold.integrations.fla.recurrences import Result
 from wyfold.ops import conv, gates, norm, solve
-from wyfold.runtime.check import UnsupportedError
+from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
 
 
@@ -80,27 +80,6 @@ def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None
     return norm.l2norm(x, eps, output_dtype)
 
 
-def rms_norm_gated(
-    x: Tensor,
-    g: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    activation: str = "swish",
-    residual: Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    eps: float = 1e-6,
-) -> Tensor:
-    """`wyfold.rms_norm_gated`; residual and prenorm raise UnsupportedError."""
-    if residual is not None or prenorm:
-        raise UnsupportedError(
-            "rms_norm_gated: residual and prenorm are not offered",
-            {"wyfold": "add the residual before the norm; one addition, the same numbers"},
-        )
-    weight = torch.ones(x.shape[-1], dtype=torch.float32, device=x.device) if weight is None else weight
-    return norm.rms_norm_gated(x, g, weight, bias, activation=activation, eps=eps)
-
-
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -136,3 +115,42 @@ def causal_conv1d(
         cu_seqlens=None if context else cu_seqlens,
         cp_context=context,
     )
+
+
+@torch.no_grad()
+def causal_conv1d_update(
+    x: Tensor,
+    cache: Tensor,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`causal_conv1d` of one token of each sequence, without a gradient, which moves the cache on in place.
+
+    Args:
+        x: [N, D], [1, N, D] or [N, 1, D].
+        cache: [N, D, W] latest inputs, written.
+        residual: Shape of x. Added after the activation.
+        weight: [D, W]; must be given.
+        bias: [D].
+
+    Returns:
+        y: Shape of x.
+        cache: The given tensor.
+
+    Raises:
+        TypeError: An argument has the wrong Python type, or weight is None.
+        ValueError: A shape, dtype or device is wrong.
+    """
+    op = "causal_conv1d_update"
+    weight = check.tensor(op, "weight", weight)
+    sizes = check.shapes(op, weight=(weight, "D W"), cache=(cache, "N D W"))
+    rows = [sizes["N"], 1, sizes["D"]]
+    if list(x.shape) not in ([rows[0], rows[2]], [1, rows[0], rows[2]], rows):
+        raise ValueError(f"{op}: x must be [N, D], [1, N, D] or [N, 1, D] with N, 1, D of {rows}, got {list(x.shape)}")
+    added = None if residual is None else residual.reshape(rows)
+    y, latest = causal_conv1d(x.reshape(rows), weight, bias, added, cache, True, activation)
+    if latest is not None:
+        cache.copy_(latest)
+    return y.reshape(x.shape), cache
