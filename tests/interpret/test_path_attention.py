@@ -10,6 +10,7 @@ from wyfold import PathKeys, UnsupportedError, reference
 from wyfold.autograd import path_kernels
 from wyfold.autograd.path_records import PathOptions, PathTensors
 from wyfold.kernels import table, verdicts
+from wyfold.kernels.path_widths import key_width
 from wyfold.ops import path_attention
 from wyfold.reference import error, inputs
 from wyfold.reference.targets import target
@@ -76,8 +77,10 @@ def test_the_past_strides_and_repeats_change_no_bit(device):
     a = drawn(200, device, gate="slow", B=2)
     truth, keys = op(**a, use_cache=True, backend="triton")
     strided = {name: x.transpose(0, -1).contiguous().transpose(0, -1) for name, x in a.items()}
-    again = op(**strided, use_cache=True, backend="triton")
-    assert torch.equal(again[0], truth) and torch.equal(again[1], keys)
+    shifted = {name: x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x) for name, x in a.items()}
+    for other in (strided, shifted):
+        again = op(**other, use_cache=True, backend="triton")
+        assert torch.equal(again[0], truth) and torch.equal(again[1], keys)
     assert torch.equal(op(**{name: x[:, :130] for name, x in a.items()}, backend="triton")[0], truth[:, :130])
     assert torch.equal(op(**{name: x[1:] for name, x in a.items()}, backend="triton")[0], truth[1:])
 
@@ -87,8 +90,8 @@ def test_continuation(gate: str, device):
     """Rows with different numbers of earlier keys; of the next call's tokens, only the last have queries."""
     counts, T, skipped = [0, 100, 33], 70, 66
     a = drawn(100 + T, device, gate=gate, B=3)
-    keys, values = (torch.zeros_like(a[name][:, :100]) for name in ("k", "v"))
-    gates = torch.zeros_like(a["g"][:, :100]) if "g" in a else None
+    keys, values = (torch.full_like(a[name][:, :100], torch.nan) for name in ("k", "v"))
+    gates = torch.full_like(a["g"][:, :100], torch.nan) if "g" in a else None
     last = {name: torch.empty_like(x[:, :T]) for name, x in a.items()}
     truths, caches = [], []
     for n, count in enumerate(counts):
@@ -108,6 +111,7 @@ def test_continuation(gate: str, device):
     got, eager = (op(**last, past=past, use_cache=True, backend=name) for name in ("triton", "eager"))
     close("o", got[0], torch.cat(truths), eager[0])
     for n, count in enumerate(counts):
+        assert not got[1][n, : 100 - count].any()
         close("k_cache", got[1][n : n + 1, 100 - count :], caches[n], eager[1][n : n + 1, 100 - count :])
 
 
@@ -160,24 +164,50 @@ def test_gradients_through_keys_are_refused_with_a_remedy(device):
     assert 'backend="eager" serves it' in reason
 
 
+def gradients_of(backend: str, a: dict[str, torch.Tensor], cu: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Gradients of a loss that weighs each output by a fixed number; "truth" is the token loop in float64."""
+    dtype = torch.float64 if backend == "truth" else None
+    leaves = {key: x.to(dtype or x.dtype).detach().requires_grad_() for key, x in a.items()}
+    if backend == "truth":
+        leaves = {key: x.cpu().detach().requires_grad_() for key, x in leaves.items()}
+        o, _ = reference.path_attention(**leaves, cu_seqlens=None if cu is None else cu.cpu())
+    else:
+        o, _ = op(**leaves, cu_seqlens=cu, backend=backend)
+    fed = inputs.incoming(truth_of(a)[0]).to(o)
+    return {key: x.cpu() for key, x in zip(leaves, torch.autograd.grad(o, list(leaves.values()), fed), strict=True)}
+
+
+def few_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns of two tiles."""
+    monkeypatch.setattr(backward, "PROGRAMS", 2)
+    monkeypatch.setattr(backward, "LANES", 1)
+
+
 @pytest.mark.parametrize("gate", ["none", "some -inf"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_gradients_are_those_of_the_token_loop(gate: str, packed: bool, device, monkeypatch):
-    monkeypatch.setattr(backward, "PROGRAMS", 3)  # lanes that do not divide the chunks
-    monkeypatch.setattr(backward, "LANES", 1)
+    few_lanes(monkeypatch)
     a = drawn(330, device, gate=gate, seed=1)
     cu = torch.tensor([0, 1, 1, 329], device=device) if packed else None
-    found = {}
-    for name, dtype, where in (("triton", None, device), ("eager", None, device), ("truth", torch.float64, "cpu")):
-        leaves = {key: x.to(where, dtype or x.dtype).detach().requires_grad_() for key, x in a.items()}
-        if name == "truth":
-            o, _ = reference.path_attention(**leaves, cu_seqlens=None if cu is None else cu.cpu())
-        else:
-            o, _ = op(**leaves, cu_seqlens=cu, backend=name)
-        fed = inputs.incoming(truth_of(a)[0]).to(o)
-        found[name] = dict(zip(leaves, torch.autograd.grad(o, list(leaves.values()), fed), strict=True))
-    for key, truth in found["truth"].items():
-        # Eager sums weights and gradients where kernels multiply the rounded output: small rows of dq and dk show it.
-        yardstick = None if key in "qk" else found["eager"][key].cpu()
-        limit = target("dq", torch.float32)
-        error.require(error.judge(found["triton"][key].cpu(), truth, yardstick, name=f"d{key}", target=limit))
+    found, eager, truth = (gradients_of(name, a, cu) for name in ("triton", "eager", "truth"))
+    limit = target("dq", torch.float32)
+    for key in truth:
+        error.require(error.judge(found[key], truth[key], eager[key], name=f"d{key}", target=limit))
+
+
+@pytest.mark.parametrize("seed", [0, 2, 3])
+def test_gradients_of_queries_with_one_heavy_key(seed: int, device, monkeypatch):
+    """Of a query with nearly all weight on one earlier key, gradients are small differences: <do, o> must agree with
+    the gradients of the weights to their last bits."""
+    few_lanes(monkeypatch)
+    a = drawn(330, device, seed=seed)
+    found, eager, truth = (gradients_of(name, a, None) for name in ("triton", "eager", "truth"))
+    limit = target("dq", torch.float32)
+    for key in "qk":
+        error.require(error.judge(found[key], truth[key], eager[key], name=f"d{key}", target=limit))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_operands_of_16_bits_are_never_narrow(dtype: torch.dtype):
+    assert [key_width(dtype, width) for width in (8, 24, 64, 72)] == [64, 64, 64, 128]
+    assert key_width(torch.float32, 24) == 32

@@ -41,16 +41,16 @@ class Path(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         tensors, options = arguments[:-1], arguments[-1]
-        o, keys, lse = call(_forward_op, *tensors, *options)
+        o, keys, lse, rest = call(_forward_op, *tensors, *options)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(lse)
+        ctx.mark_non_differentiable(lse, rest)
         ctx.options = options
-        ctx.save_for_backward(*tensors, o, lse)
-        return o, keys, lse
+        ctx.save_for_backward(*tensors, o, lse, rest)
+        return o, keys, lse, rest
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, do: Tensor | None, dkeys: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor | None, dkeys: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         none = (None,) * (TENSORS + 1)
         if do is None and dkeys is None:
             return none
@@ -153,12 +153,12 @@ def _sequences(tensors: PathTensors, options: PathOptions) -> Iterator[_Sequence
             yield _Sequences(tensors, options, slice(0, 1), slice(start, stop))
 
 
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     t, options = PathTensors(*arguments[:TENSORS]), PathOptions(*arguments[TENSORS:])
-    o, keys, lse = empty_results(t, options)
+    o, keys, lse, rest = empty_results(t, options)
     if options.backend != "eager":
-        path_kernels.forward(t, options, o, keys, lse)
-        return o, keys, lse
+        path_kernels.forward(t, options, o, keys, lse, rest)
+        return o, keys, lse, rest
     if options.use_cache and t.past_k is not None and t.k.shape[1] == 0:
         keys.copy_(t.past_k)  # no token changes them
     softmax: Any = table.kernel_module("path_attention", options.backend)
@@ -176,16 +176,16 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
             part.unload(found, keys[:, keys.shape[1] - t.k.shape[1] :])
             if past is not None:
                 keys[:, : past.shape[1]] = past.unflatten(0, (keys.shape[0], -1)).transpose(1, 2)
-    return o, keys, lse
+    return o, keys, lse, rest
 
 
 def _backward(*arguments: Any) -> list[Tensor]:
-    t, options = PathTensors(*arguments[:TENSORS]), PathOptions(*arguments[TENSORS + 5 :])
-    o, lse, do, dcache, needs = arguments[TENSORS : TENSORS + 5]
+    t, options = PathTensors(*arguments[:TENSORS]), PathOptions(*arguments[TENSORS + 6 :])
+    o, lse, rest, do, dcache, needs = arguments[TENSORS : TENSORS + 6]
     dq, dk, dv, dw, dbeta, dg, *dpast = found = empty_gradients(t)
     if options.backend != "eager":
         if do is not None:
-            path_kernels.backward(t, options, o, lse, do, found)
+            path_kernels.backward(t, options, o, lse, rest, do, found)
         return [dx for dx, need in zip(found, needs, strict=True) if need]
     if t.past_k is not None and t.k.shape[1] == 0 and dcache is not None:
         dpast[0].copy_(dcache)
@@ -224,17 +224,17 @@ def _unload_past(d: PathPast, t: PathTensors, dk: Tensor, dv: Tensor, dg: Tensor
 
 
 _forward_op = register(
-    f"path_fwd({TENSORS_SCHEMA}, {OPTIONS_SCHEMA}) -> (Tensor o, Tensor keys, Tensor lse)",
+    f"path_fwd({TENSORS_SCHEMA}, {OPTIONS_SCHEMA}) -> (Tensor o, Tensor keys, Tensor lse, Tensor rest)",
     _forward,
-    lambda *arguments: empty_results(PathTensors(*arguments[:TENSORS]), PathOptions(*arguments[TENSORS:])),
+    lambda *arguments: tuple(empty_results(PathTensors(*arguments[:TENSORS]), PathOptions(*arguments[TENSORS:]))),
     lambda *arguments: Path.apply(*arguments[:TENSORS], PathOptions(*arguments[TENSORS:])),
 )
 _backward_op = register(
-    f"path_bwd({TENSORS_SCHEMA}, Tensor o, Tensor lse, Tensor? do, Tensor? dkeys, bool[] needs, {OPTIONS_SCHEMA})"
-    " -> Tensor[]",
+    f"path_bwd({TENSORS_SCHEMA}, Tensor o, Tensor lse, Tensor rest, Tensor? do, Tensor? dkeys, bool[] needs, "
+    f"{OPTIONS_SCHEMA}) -> Tensor[]",
     _backward,
     lambda *arguments: [
-        x.new_empty(x.shape) for x, need in zip(arguments[:DIFFERENTIABLE], arguments[TENSORS + 4], strict=True) if need
+        x.new_empty(x.shape) for x, need in zip(arguments[:DIFFERENTIABLE], arguments[TENSORS + 5], strict=True) if need
     ],
     of_gradients=True,
 )

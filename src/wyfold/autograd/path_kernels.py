@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from wyfold.autograd.path_records import OPERATOR, PathOptions, PathTensors
@@ -26,8 +27,8 @@ TOKENS_AT_ONCE = 4096
 FEWEST_HEADS = 4
 
 
-def forward(t: PathTensors, options: PathOptions, o: Tensor, keys: Tensor, lse: Tensor) -> None:
-    """Write the results, which hold zeros, of a call."""
+def forward(t: PathTensors, options: PathOptions, o: Tensor, keys: Tensor, lse: Tensor, rest: Tensor) -> None:
+    """Write the results, which hold zeros, of a call; rest has elements if it is wanted."""
     B, T = t.k.shape[:2]
     if B == 0 or T == 0:
         if keys.numel() and t.past_k is not None:
@@ -40,12 +41,21 @@ def forward(t: PathTensors, options: PathOptions, o: Tensor, keys: Tensor, lse: 
         past = softmax.PathPastTokens(t.past_k, t.past_v, t.past_g, t.past_counts)
         numbers = options.scale, options.gate, blocks.BLOCK
         sums = blocks.path_sums(t.g, grid, blocks.BLOCK)
-        softmax.path_attention(t.q, t.k, t.v, t.g, factors, sums, past, grid, *numbers, o, lse)
+        left, g = rest if rest.numel() else None, None if t.g is None else _contiguous(t.g)
+        softmax.path_attention(t.q, t.k, _contiguous(t.v), g, factors, sums, past, grid, *numbers, o, lse, left)
     if options.use_cache:
-        blocks.path_cache(factors, grid, blocks.BLOCK, t.past_k, keys)
+        blocks.path_cache(factors, grid, blocks.BLOCK, t.past_k, t.past_counts, keys)
 
 
-def backward(t: PathTensors, options: PathOptions, o: Tensor, lse: Tensor, do: Tensor, found: Sequence[Tensor]) -> None:
+def backward(
+    t: PathTensors,
+    options: PathOptions,
+    o: Tensor,
+    lse: Tensor,
+    rest: Tensor,
+    do: Tensor,
+    found: Sequence[Tensor],
+) -> None:
     """Write the gradients, which hold zeros, of q, k, v, w, beta and g.
 
     Long sequences are computed a few key heads at a time, which bounds the memory of the launches. Heads do not depend
@@ -62,6 +72,7 @@ def backward(t: PathTensors, options: PathOptions, o: Tensor, lse: Tensor, do: T
             _heads(PathTiles(t.q, t.k, t.v, t.w, t.beta, t.g), queries, keys),
             _heads(PathTiles(dq, dk, dv, dw, dbeta, None if t.g is None else dg), queries, keys),
             o[:, :, queries],
+            rest[:, :, queries] if rest.numel() else None,
             lse[:, :, queries],
             do[:, :, queries],
             grid,
@@ -76,17 +87,36 @@ def _heads(x: PathTiles, queries: slice, keys: slice) -> PathTiles:
     return PathTiles(x.q[:, :, queries], k, v, w, beta, None if x.g is None else x.g[:, :, queries])
 
 
+def _contiguous(x: Tensor) -> Tensor:
+    """A tensor whose rows follow each other from an address on that is a multiple of 16: a copy if x differs.
+
+    The softmax reads tiles of it again and again, and needs few addresses for them.
+    """
+    if x.is_contiguous() and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def _heads_backward(
-    x: PathTiles, dx: PathTiles, o: Tensor, lse: Tensor, do: Tensor, grid: ChunkGrid, options: PathOptions, heads: int
+    x: PathTiles,
+    dx: PathTiles,
+    o: Tensor,
+    rest: Tensor | None,
+    lse: Tensor,
+    do: Tensor,
+    grid: ChunkGrid,
+    options: PathOptions,
+    heads: int,
 ) -> None:
     """Write the gradients dx of some heads, [B, T, heads, ..], of `heads` key heads in the call."""
     blocks, softmax = _stage("path_blocks", options), _stage("path_attention", options)
-    numbers, lse = (options.scale, options.gate, blocks.BLOCK), lse.contiguous()
+    numbers, lse, do = (options.scale, options.gate, blocks.BLOCK), _contiguous(lse), _contiguous(do)
+    x = x._replace(v=_contiguous(x.v), g=None if x.g is None else _contiguous(x.g))
     factors = blocks.empty_factors(x.q, x.k, blocks.BLOCK, backward=True)
     blocks.path_factors(x.k, x.w, x.beta, grid, blocks.BLOCK, factors)
     sums = blocks.path_sums(x.g, grid, blocks.BLOCK)
     d = softmax.empty_workspace(x.q, x.k, x.v, factors, blocks.BLOCK, heads)
-    softmax.path_attention_bwd(x.q, x.v, x.g, factors, sums, grid, *numbers, o, lse, do, d)
+    softmax.path_attention_bwd(x, factors, sums, grid, *numbers, o, rest, lse, do, d)
     blocks.path_factors_bwd(x, factors, grid, *numbers, lse, do, d, dx)
 
 

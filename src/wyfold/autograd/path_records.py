@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from wyfold.tile.rows.eager import widest
@@ -35,12 +36,14 @@ class PathOptions(NamedTuple):
         gate: Factor of the gates.
         use_cache: Whether to return keys.
         backend: Backend of the plan.
+        differentiated: Whether gradients may be asked for.
     """
 
     scale: float
     gate: float
     use_cache: bool
     backend: str
+    differentiated: bool = False
 
 
 TENSORS, DIFFERENTIABLE = len(PathTensors._fields), 9
@@ -48,18 +51,38 @@ TENSORS_SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor w, Tensor beta, Tensor? g, Tensor? past_k, Tensor? past_v, Tensor? past_g, "
     "Tensor? past_counts, Tensor? cu_seqlens"
 )
-OPTIONS_SCHEMA = "float scale, float gate, bool use_cache, str backend"
+OPTIONS_SCHEMA = "float scale, float gate, bool use_cache, str backend, bool differentiated"
 
 
-def empty_results(t: PathTensors, options: PathOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs, keys and logarithms of the sums of exponentials; zeros, from metadata alone."""
+class PathResults(NamedTuple):
+    """Results of one call.
+
+    Attributes:
+        o: [B, T, HQ, V] outputs.
+        keys: Keys after the last token of each sequence; no elements without `use_cache`.
+        lse: [B, T, HQ] logarithms of the sums of exponentials; of kernels, to base 2.
+        rest: What the rounding of o leaves, like o. Kernels write it in 16 bits for a backward; otherwise it has no
+            elements.
+    """
+
+    o: Tensor
+    keys: Tensor
+    lse: Tensor
+    rest: Tensor
+
+
+def empty_results(t: PathTensors, options: PathOptions) -> PathResults:
+    """Results of a call; zeros, from metadata alone."""
     (B, T, HQ, _), (*_, H, K) = t.q.shape, t.k.shape
     past = 0 if t.past_k is None else t.past_k.shape[1]
     keys = t.k.new_zeros(B, past + t.k.shape[1], H, K) if options.use_cache else t.k.new_zeros(0)
-    return (
-        t.v.new_zeros(B, T, HQ, t.v.shape[3]),
+    o = t.v.new_zeros(B, T, HQ, t.v.shape[3])
+    kept = options.differentiated and options.backend != "eager" and o.dtype.itemsize == 2
+    return PathResults(
+        o,
         keys,
         t.q.new_zeros(B, T, HQ, dtype=widest(*t[:DIFFERENTIABLE])),
+        torch.zeros_like(o) if kept else o.new_zeros(0),
     )
 
 

@@ -219,14 +219,16 @@ class PathWorkspace(NamedTuple):
         dW, dw: [B, T, H, K] of the factors W and w.
         dv: [B, T, H, V] of values, without what their own chunk reads.
         dblocks: [B, T, H, K] of keys at the end of their block; undefined where no block follows.
-        dM: [lanes, slots, H, BK, BK] of the maps; BK is K or more. Zero before the first launch.
+        dM: [slots, H, BK, BK] of the maps; BK is K or more. Zero before the first launch.
         delta: [B, T, HQ] <do, o>.
         others: [B, T, HQ] sum of the gradients of a query's logits of keys outside its chunk.
         dend: [B, T, HQ] of sums of log gates to the chunk's end.
         dblock_end: [B, T, HQ] of sums of log gates to the block's end; undefined where no block follows.
         dtotal: [S / C - 1, B, T, HQ] at a chunk's first token: of the sums of log gates of each earlier chunk of its
             block.
-        dblock_total: [lanes, slots, HQ] of the sum of a block's log gates. Zero before the first launch.
+        dblock_total: [slots, HQ] of the sum of a block's log gates. Zero before the first launch.
+        far_x, far_dx, far_passed, far_others: Scratch of the queries of one turn at every block; no elements if there
+            is one block.
     """
 
     x: Tensor
@@ -246,6 +248,10 @@ class PathWorkspace(NamedTuple):
     dblock_end: Tensor
     dtotal: Tensor
     dblock_total: Tensor
+    far_x: Tensor
+    far_dx: Tensor
+    far_passed: Tensor
+    far_others: Tensor
 
 
 class PathSizes(NamedTuple):
@@ -257,8 +263,8 @@ class PathSizes(NamedTuple):
         BT: Tokens of a chunk.
         BK, BV: Tile widths of K and V.
         BLOCK: Chunks of a block.
-        TILE: Tokens of a lane at a time, a divisor of a block.
-        LANES: Lanes of a key head.
+        TILE: Tokens of a tile of queries between blocks, a divisor of a block.
+        LANES: Tiles that a turn takes of a sequence.
     """
 
     H: int

@@ -130,14 +130,14 @@ def _make_plan(t: PathTensors, values: tuple[Any, ...]) -> PathOptions:
         raise ValueError(f"{op}: scale must be above 0, got {scale}")
     rows = in_autocast_dtype(*t[:3])
     check.same_attribute(op, "dtype", **dict(zip("qkv", rows, strict=True)))
-    options = PathOptions(factor, factor if gate_scaled else 1.0, use_cache, "triton")
+    options = PathOptions(factor, factor if gate_scaled else 1.0, use_cache, "triton", check.any_requires_grad(t))
     return options._replace(backend=_plan(_with_rows(t, *rows), options, backend).backend)
 
 
 def _run(options: PathOptions, t: PathTensors, _: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
     if t.past_k is not None and t.past_counts is not None:
         _check_counts(t.past_counts, t.past_k.shape[1])
-    o, keys, _lse = apply(OPERATOR, Path, *in_autocast_dtype(*t[:3]), *t[3:], options)
+    o, keys, _lse, _rest = apply(OPERATOR, Path, *in_autocast_dtype(*t[:3]), *t[3:], options)
     return o, keys if options.use_cache else None
 
 

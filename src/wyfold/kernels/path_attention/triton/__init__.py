@@ -1,12 +1,13 @@
 """Softmax of PaTH attention in Triton: one program per chunk of queries and query head.
 
-The backward has five launches; those between blocks run in lanes (`far`).
+The backward has seven launches; those between blocks run in turns (`far_rows`).
 """
 
 from __future__ import annotations
 
 from wyfold.kernels.path_attention.triton.backward import empty_workspace, path_attention_bwd
-from wyfold.kernels.path_attention.triton.far import wyfold_path_keys_triton, wyfold_path_rows_triton
+from wyfold.kernels.path_attention.triton.far_keys import wyfold_path_far_keys_triton, wyfold_path_far_maps_triton
+from wyfold.kernels.path_attention.triton.far_rows import wyfold_path_far_rows_triton, wyfold_path_far_starts_triton
 from wyfold.kernels.path_attention.triton.forward import (
     PathPastTokens,
     launch_key,
@@ -16,10 +17,12 @@ from wyfold.kernels.path_attention.triton.forward import (
 from wyfold.kernels.path_attention.triton.own import wyfold_path_own_keys_triton, wyfold_path_own_rows_triton
 from wyfold.kernels.path_attention.triton.starts import wyfold_path_starts_triton
 
+BACKWARD = "starts", "far_starts", "far_rows", "far_keys", "far_maps", "own_rows", "own_keys"
+
 
 def launches(*, backward: bool) -> tuple[str | None, ...]:
     """Names of the launches in `launch_key`."""
-    return (None, "starts", "rows", "keys", "own_rows", "own_keys") if backward else (None,)
+    return (None, *BACKWARD) if backward else (None,)
 
 
 # Kernels are exported because `kernel_configs.compiled` looks them up in this module.
@@ -31,9 +34,11 @@ __all__ = [
     "path_attention",
     "path_attention_bwd",
     "wyfold_path_attention_triton",
-    "wyfold_path_keys_triton",
+    "wyfold_path_far_keys_triton",
+    "wyfold_path_far_maps_triton",
+    "wyfold_path_far_rows_triton",
+    "wyfold_path_far_starts_triton",
     "wyfold_path_own_keys_triton",
     "wyfold_path_own_rows_triton",
-    "wyfold_path_rows_triton",
     "wyfold_path_starts_triton",
 ]

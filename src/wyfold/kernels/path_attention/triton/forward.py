@@ -11,22 +11,28 @@ from torch import Tensor
 
 from wyfold.kernels.path_attention.triton.arguments import (
     Keys,
-    load_gates,
+    load_block_map,
+    load_numbers,
+    load_rows,
     load_sums,
     load_total,
+    moved,
+    own_products,
+    products_with_directions,
+    seen,
+    sums_inside,
     weights,
 )
 from wyfold.kernels.path_records import CHUNK, PathFactors, PathSizes, PathSums, path_scales
+from wyfold.kernels.path_widths import key_width
 from wyfold.runtime.chunk_layout import ChunkGrid
-from wyfold.runtime.kernel_configs import LaunchKey, dtype_word, tile_width, tuned
+from wyfold.runtime.kernel_configs import LaunchKey, dtype_word, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.dot.triton import contracts, exact, mm, mm_exact, operand, precision
 from wyfold.tile.index.triton import (
     Packing,
     TokenRows,
     chunk_span,
-    load_map,
-    load_token_scalars,
     load_tokens,
     map_slot,
     strides,
@@ -63,14 +69,15 @@ def path_attention(
     block: int,
     o: Tensor,
     lse: Tensor,
+    rest: Tensor | None,
 ) -> None:
     """Write the outputs, and the logarithms to base 2 of the sums of exponentials of their logits.
 
     Args:
         q: [B, Q, HQ, K] queries of the last Q tokens, any strides.
-        k: [B, T, H, K].
-        v: [B, T, H, V].
-        g: [B, T, HQ] log gates; None without a gate.
+        k: [B, T, H, K], any strides.
+        v: [B, T, H, V], contiguous.
+        g: [B, T, HQ] log gates, contiguous; None without a gate.
         factors: Result of `path_factors`.
         sums: Result of `path_sums`.
         past: Keys of earlier calls; its fields may be None.
@@ -79,16 +86,17 @@ def path_attention(
         block: Chunks of a block.
         o: [B, Q, HQ, V], any strides.
         lse: [B, Q, HQ] float32.
+        rest: What the rounding of the outputs leaves, like o; None if it is not wanted.
     """
     (H, K), (HQ, V), dtype = k.shape[2:], (q.shape[2], v.shape[3]), q.dtype
     config = tuned("path_attention.triton", launch_key(dtype, K, V), q.device)
     launch_kernel(
         wyfold_path_attention_triton,
         grid.chunks * HQ,
-        own=Own(q, q.stride(), k, k.stride(), factors.E, factors.E.stride()),
+        own=Own(q, q.stride(), k, k.stride(), factors.E),
         keys=keys_argument(factors, v, g, sums),
         past=Past(past.k, strides(past.k), past.v, strides(past.v), past.g, strides(past.g), past.counts),
-        out=Results(o, o.stride(), lse, lse.stride()),
+        out=Results(o, o.stride(), lse, lse.stride(), rest),
         packing=Packing(grid.cu, grid.first, grid.sequence),
         N=grid.sequences,
         T=grid.tokens,
@@ -96,7 +104,7 @@ def path_attention(
         skipped=k.shape[1] - q.shape[1],
         S=0 if past.k is None else past.k.shape[1],
         factor=path_scales(scale, gate),
-        SIZES=PathSizes(H, HQ, K, V, CHUNK, tile_width(K), tile_width(V), block),
+        SIZES=PathSizes(H, HQ, K, V, CHUNK, key_width(dtype, K), key_width(dtype, V), block),
         PACKED=grid.cu is not None,
         OP=operand(dtype),
         PRECISION=precision(dtype),
@@ -112,8 +120,7 @@ def launch_key(dtype: torch.dtype, K: int, V: int, launch: str | None = None) ->
 
 def keys_argument(f: PathFactors, v: Tensor, g: Tensor | None, sums: PathSums | None) -> Keys:
     """The factors, values and gates of a call as a kernel argument."""
-    given = (None,) * 5 if sums is None else (*sums, sums.start.stride())
-    return Keys(f.w, f.W, f.k, f.blocks, f.w.stride(), f.M, v, v.stride(), g, strides(g), *given)
+    return Keys(f.w, f.W, f.k, f.blocks, f.M, v, g, *((None,) * 4 if sums is None else sums))
 
 
 class Own(NamedTuple):
@@ -130,7 +137,6 @@ class Own(NamedTuple):
     k: Any
     s_k: Any
     E: Any
-    s_E: Any
     end: None = None
 
 
@@ -148,12 +154,19 @@ class Past(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Kernel argument: outputs, and logarithms to base 2 of the sums of exponentials, of the last Q tokens."""
+    """Kernel argument: results of the last Q tokens.
+
+    Attributes:
+        o: [B, Q, HQ, V] outputs.
+        lse: [B, Q, HQ] logarithms to base 2 of the sums of exponentials.
+        rest: What the rounding of o leaves, with the strides of o; None if it is not wanted.
+    """
 
     o: Any
     s_o: Any
     lse: Any
     s_lse: Any
+    rest: Any
     end: None = None
 
 
@@ -191,57 +204,52 @@ def wyfold_path_attention_triton(
         left = 1.0
 
     # The chunk itself.
-    seen = o_r[:, None] >= o_r[None, :]
+    token = b * T + t
     b_own = load_tokens(own.k, own.s_k, at, i_h, 0, K, BT, BK)
-    b_E = load_tokens(own.E, own.s_E, at, i_h, 0, BT, BT, BT)
-    b_w = load_tokens(keys.w, keys.s_rows, at, i_h, 0, K, BT, BK)
-    b_P = tl.where(seen, mm_exact(b_q, tl.trans(b_w), None, EXACT), 0.0)
-    b_s = mm(b_q, tl.trans(b_own), None, OP, PRECISION) - mm_exact(b_P, b_E, None, EXACT)
+    b_E = load_rows(own.E, token, i_h, rows, H, BT, BT, BT)
+    b_P = products_with_directions(b_q, load_rows(keys.w, token, i_h, rows, H, K, BT, BK), EXACT)
+    b_s = own_products(b_q, b_own, b_P, b_E, OP, PRECISION, EXACT)
     b_passed = tl.zeros((BT,), tl.float32)  # sum of log gates from the start of the keys that were met last
     if keys.g is not None:
-        b_g = load_gates(keys, at, i_q, BT)
-        b_passed = load_token_scalars(keys.start, keys.s_sums, at, i_q, BT)
-        b_inside = tl.cumsum(tl.where(o_r[:, None] > o_r[None, :], b_g[:, None], 0.0), 0)
-        b_s = gated(b_s, b_inside, factor)
-    b_s = tl.where(seen, b_s, float("-inf"))
+        b_passed = load_numbers(keys.start, token, i_q, rows, HQ, BT)
+        b_s = gated(b_s, sums_inside(load_numbers(keys.g, token, i_q, rows, HQ, BT), BT), factor)
+    b_s = tl.where(seen(BT), b_s, float("-inf"))
     b_most = tl.max(b_s, 1) * left
     b_p = weights(b_s, left, -b_most[:, None])
     b_sum = tl.sum(b_p, 1)
-    b_o = mm(b_p, load_tokens(keys.v, keys.s_v, at, i_h, 0, V, BT, BV), None, OP, PRECISION)
-    b_W = load_tokens(keys.W, keys.s_rows, at, i_h, 0, K, BT, BK)
-    b_x = b_q.to(tl.float32) - mm_exact(b_P, b_W, None, EXACT)
+    b_o = mm(b_p, load_rows(keys.v, token, i_h, rows, H, V, BT, BV), None, OP, PRECISION)
+    b_x = b_q.to(tl.float32) - mm_exact(b_P, load_rows(keys.W, token, i_h, rows, H, K, BT, BK), None, EXACT)
 
     # The chunks before it in its block.
-    start = t - i_s * BT
     for near in tl.range(i_s % BLOCK, num_stages=1):
-        first = t - (near + 1) * BT
-        b_k = load_tokens(keys.k, keys.s_rows, TokenRows(b, first, BT), i_h, 0, K, BT, BK)
-        b_v = load_tokens(keys.v, keys.s_v, TokenRows(b, first, BT), i_h, 0, V, BT, BV)
+        first = token - (near + 1) * BT
+        b_k = load_rows(keys.k, first, i_h, BT, H, K, BT, BK)
+        b_v = load_rows(keys.v, first, i_h, BT, H, V, BT, BV)
         b_s = mm(b_x, tl.trans(b_k), None, OP, PRECISION)
         if keys.g is not None:
-            b_s = gated(b_s, b_passed[:, None] + load_sums(keys.stop, keys, b, first, i_q, BT)[None, :], factor)
-            b_passed += load_total(keys.start, keys, b, first, i_q, BT)
+            b_s = gated(b_s, b_passed[:, None] + load_sums(keys.stop, first, i_q, HQ, BT)[None, :], factor)
+            b_passed += load_total(keys.start, first, i_q, HQ, BT)
         b_o, b_most, b_sum = add_keys(b_o, b_most, b_sum, b_s, left, b_v, OP, PRECISION)
-        b_w = load_tokens(keys.w, keys.s_rows, TokenRows(b, first, BT), i_h, 0, K, BT, BK)
-        b_W = load_tokens(keys.W, keys.s_rows, TokenRows(b, first, BT), i_h, 0, K, BT, BK)
+        b_w = load_rows(keys.w, first, i_h, BT, H, K, BT, BK)
+        b_W = load_rows(keys.W, first, i_h, BT, H, K, BT, BK)
         b_x -= mm(mm(b_x, tl.trans(b_w), None, OP, PRECISION), b_W, None, OP, PRECISION)
 
     # Whole blocks.
-    for n in range(i_s // BLOCK):
-        first = start + (i_s // BLOCK - 1 - n) * (BLOCK * BT)
-        for inside in range(BLOCK):
-            last = first + (BLOCK - 1 - inside) * BT
-            b_k = load_tokens(keys.blocks, keys.s_rows, TokenRows(b, last, BT), i_h, 0, K, BT, BK)
-            b_v = load_tokens(keys.v, keys.s_v, TokenRows(b, last, BT), i_h, 0, V, BT, BV)
+    blocks, start = i_s // BLOCK, t - i_s * BT
+    for n in range(blocks):
+        first = start + (blocks - 1 - n) * (BLOCK * BT)
+        for c in range(BLOCK):
+            last = b * T + first + (BLOCK - 1 - c) * BT
+            b_k = load_rows(keys.blocks, last, i_h, BT, H, K, BT, BK)
+            b_v = load_rows(keys.v, last, i_h, BT, H, V, BT, BV)
             b_s = mm(b_x, tl.trans(b_k), None, OP, PRECISION)
             if keys.g is not None:
-                b_after = load_sums(keys.block_stop, keys, b, last, i_q, BT)
-                b_s = gated(b_s, b_passed[:, None] + b_after[None, :], factor)
+                b_s = gated(b_s, b_passed[:, None] + load_sums(keys.block_stop, last, i_q, HQ, BT)[None, :], factor)
             b_o, b_most, b_sum = add_keys(b_o, b_most, b_sum, b_s, left, b_v, OP, PRECISION)
         if keys.g is not None:
-            b_passed += load_total(keys.block_start, keys, b, first, i_q, BLOCK * BT)
-        b_M = load_map(keys.M, map_slot(b, first, T, BLOCK * BT) * H + i_h, K, BK)
-        b_x += mm(b_x, b_M, None, OP, PRECISION)
+            b_passed += load_total(keys.block_start, b * T + first, i_q, HQ, BLOCK * BT)
+        b_M = load_block_map(keys.M, map_slot(b, first, T, BLOCK * BT) * H + i_h, K, BK)
+        b_x = moved(b_x, b_M, OP, PRECISION)
 
     # Keys of earlier calls, whole tiles counted from the last one.
     if past.k is not None:
@@ -266,7 +274,12 @@ def wyfold_path_attention_triton(
 
     at = TokenRows(b, t - skipped, rows)
     offsets, mask = token_offsets(out.s_o, at, i_q, 0, V, BT, BV)
-    tl.store(out.o + offsets, (b_o / b_sum[:, None]).to(out.o.dtype.element_ty), mask=mask & queried[:, None])
+    b_o /= b_sum[:, None]
+    b_rounded = b_o.to(out.o.dtype.element_ty)
+    tl.store(out.o + offsets, b_rounded, mask=mask & queried[:, None])
+    if out.rest is not None:
+        b_rest = (b_o - b_rounded.to(tl.float32)).to(out.o.dtype.element_ty)
+        tl.store(out.rest + offsets, b_rest, mask=mask & queried[:, None])
     o_lse = b * out.s_lse[0] + (t - skipped + o_r).to(tl.int64) * out.s_lse[1] + i_q * out.s_lse[2]
     tl.store(out.lse + o_lse, b_most + tl.log2(b_sum), mask=queried & (o_r < rows))
 

@@ -8,19 +8,16 @@ import triton
 import triton.language as tl
 
 from wyfold.kernels.path_attention.triton.arguments import (
+    load_numbers,
+    load_rows,
     load_sums,
+    store_numbers,
+    store_rows,
     to_columns,
     weights,
 )
 from wyfold.tile.dot.triton import mm
-from wyfold.tile.index.triton import (
-    TokenRows,
-    chunk_span,
-    load_token_scalars,
-    load_tokens,
-    store_token_scalars,
-    store_tokens,
-)
+from wyfold.tile.index.triton import chunk_span
 
 
 class OwnRows(NamedTuple):
@@ -39,20 +36,18 @@ class OwnRows(NamedTuple):
 
 
 class OwnKeys(NamedTuple):
-    """Kernel argument: gradients of keys and factors; fields of `PathWorkspace`. Factors' have their strides."""
+    """Kernel argument: gradients of keys and factors; fields of `PathWorkspace`, contiguous."""
 
     dk: Any
     dW: Any
     dw: Any
     dv: Any
-    s_dv: Any
     dend: Any
-    end: None = None
 
 
-@triton.jit(do_not_specialize=["N", "T", "per_sequence", "s_near"])
+@triton.jit(do_not_specialize=["N", "T", "per_sequence", "tokens"])
 def wyfold_path_own_rows_triton(
-    queries, s_near, keys, out, packing, N, T, per_sequence, factor,
+    queries, tokens, keys, out, packing, N, T, per_sequence, factor,
     SIZES: tl.constexpr, PACKED: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one chunk of one query head from the earlier chunks of its block."""
@@ -71,44 +66,43 @@ def wyfold_path_own_rows_triton(
     if PACKED:
         if i_n == N:
             return
-    place, at = i_s % BLOCK, TokenRows(b, t, rows)
-    written = TokenRows(b, t, tl.where(i_s >= BLOCK, rows, 0))  # a first block has no gradients from others yet
-    b_grad = load_tokens(out.dq, queries.s_x, written, i_q, 0, K, BT, BK)
-    b_far = load_token_scalars(out.others, queries.s_lse, written, i_q, BT)
-    b_do = load_tokens(queries.do, queries.s_do, at, i_q, 0, V, BT, BV)
-    b_lse = load_token_scalars(queries.lse, queries.s_lse, at, i_q, BT)
-    b_delta = load_token_scalars(queries.delta, queries.s_lse, at, i_q, BT)
+    place, token = i_s % BLOCK, b * T + t
+    written = tl.where(i_s >= BLOCK, rows, 0)  # a first block has no gradients from others yet
+    b_grad = load_rows(out.dq, token, i_q, written, HQ, K, BT, BK)
+    b_far = load_numbers(out.others, token, i_q, written, HQ, BT)
+    b_do = load_rows(queries.do, token, i_q, rows, HQ, V, BT, BV)
+    b_lse = load_numbers(queries.lse, token, i_q, rows, HQ, BT)
+    b_delta = load_numbers(queries.delta, token, i_q, rows, HQ, BT)
     for c in range(place):
-        first = TokenRows(b, t - (place - c) * BT, BT)
-        p_near = c * s_near.to(tl.int64)
-        store_tokens(out.dnear + p_near, queries.s_x, at, i_q, 0, b_grad, K)
-        b_x = load_tokens(queries.near + p_near, queries.s_x, at, i_q, 0, K, BT, BK)
-        b_k = load_tokens(keys.k, keys.s_rows, first, i_h, 0, K, BT, BK)
-        b_v = load_tokens(keys.v, keys.s_v, first, i_h, 0, V, BT, BV)
-        b_w = load_tokens(keys.w, keys.s_rows, first, i_h, 0, K, BT, BK)
-        b_W = load_tokens(keys.W, keys.s_rows, first, i_h, 0, K, BT, BK)
+        first = token - (place - c) * BT
+        near = c * tokens.to(tl.int64) + token
+        store_rows(out.dnear, near, i_q, rows, b_grad, HQ, K)
+        # Each tile is loaded where it is needed: all of them at once would need the registers of their sums.
+        b_W = load_rows(keys.W, first, i_h, BT, H, K, BT, BK)
+        b_du = -mm(b_grad, tl.trans(b_W), None, OP, PRECISION)
         b_offset = -b_lse[:, None]
         if keys.g is not None:
-            p_sums = c * (s_near // K).to(tl.int64)
-            b_passed = load_token_scalars(queries.near_sums + p_sums, queries.s_lse, at, i_q, BT)
-            b_after = b_passed[:, None] + load_sums(keys.stop, keys, b, first.t, i_q, BT)[None, :]
+            b_passed = load_numbers(queries.near_sums, near, i_q, rows, HQ, BT)
+            b_after = b_passed[:, None] + load_sums(keys.stop, first, i_q, HQ, BT)[None, :]
             b_offset = tl.fma(b_after, factor.logit_gate, b_offset)
-            p_total = out.dtotal + p_sums + b * queries.s_lse[0] + t * queries.s_lse[1]
-            tl.store(p_total + i_q * queries.s_lse[2], factor.gate * tl.sum(b_far, 0))
+            tl.store(out.dtotal + (near * HQ + i_q), factor.gate * tl.sum(b_far, 0))
+        b_x = load_rows(queries.near, near, i_q, rows, HQ, K, BT, BK)
+        b_k = load_rows(keys.k, first, i_h, BT, H, K, BT, BK)
         b_s = mm(b_x, tl.trans(b_k), None, OP, PRECISION)
+        b_v = load_rows(keys.v, first, i_h, BT, H, V, BT, BV)
         b_dp = mm(b_do, tl.trans(b_v), None, OP, PRECISION)
         b_ds = weights(b_s, factor.logit_scale, b_offset) * (b_dp - b_delta[:, None])
         b_far += tl.sum(b_ds, 1)
-        b_du = -mm(b_grad, tl.trans(b_W), None, OP, PRECISION)
         b_grad = mm(b_ds * factor.scale, b_k, b_grad, OP, PRECISION)
+        b_w = load_rows(keys.w, first, i_h, BT, H, K, BT, BK)
         b_grad = mm(b_du, b_w, b_grad, OP, PRECISION)
-    store_tokens(out.dq, queries.s_x, at, i_q, 0, b_grad, K)
-    store_token_scalars(out.others, queries.s_lse, at, i_q, b_far, BT)
+    store_rows(out.dq, token, i_q, rows, b_grad, HQ, K)
+    store_numbers(out.others, token, i_q, rows, b_far, HQ, BT)
 
 
-@triton.jit(do_not_specialize=["N", "T", "per_sequence", "s_near"])
+@triton.jit(do_not_specialize=["N", "T", "per_sequence", "tokens"])
 def wyfold_path_own_keys_triton(
-    queries, s_near, keys, p_dnear, out, packing, N, T, per_sequence, factor,
+    queries, tokens, keys, p_dnear, out, packing, N, T, per_sequence, factor,
     SIZES: tl.constexpr, PACKED: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the keys and factors of one chunk of one key head from the later chunks of its block."""
@@ -128,29 +122,28 @@ def wyfold_path_own_keys_triton(
         if i_n == N:
             return
         left = tl.load(packing.cu + i_n + 1) - t
-    place, at = i_s % BLOCK, TokenRows(b, t, rows)
-    p_near = place * s_near.to(tl.int64)
+    place, token = i_s % BLOCK, b * T + t
+    near = place * tokens.to(tl.int64)
     later = tl.minimum((left + BT - 1) // BT, BLOCK - place)  # the chunk itself, and those after it
-    followed = TokenRows(b, t, tl.where(left > (BLOCK - place) * BT, rows, 0))  # by another block
-    b_dv = load_tokens(out.dv, out.s_dv, followed, i_h, 0, V, BT, BV)
+    followed = tl.where(left > (BLOCK - place) * BT, rows, 0)  # by another block
+    b_dv = load_rows(out.dv, token, i_h, followed, H, V, BT, BV)
     b_dk = tl.zeros((BT, BK), tl.float32)
-    b_k = load_tokens(keys.k, keys.s_rows, at, i_h, 0, K, BT, BK)
-    b_v = load_tokens(keys.v, keys.s_v, at, i_h, 0, V, BT, BV)
+    b_k = load_rows(keys.k, token, i_h, rows, H, K, BT, BK)
+    b_v = load_rows(keys.v, token, i_h, rows, H, V, BT, BV)
     for e in range(HQ // H):
         i_q = i_h * (HQ // H) + e
         b_dend = tl.zeros((BT,), tl.float32)
         b_end = tl.zeros((BT,), tl.float32)
         if keys.g is not None:
-            b_end = load_token_scalars(keys.stop, keys.s_sums, at, i_q, BT)
+            b_end = load_numbers(keys.stop, token, i_q, rows, HQ, BT)
         for i in range(1, later):
-            from_here = TokenRows(b, t + i * BT, tl.minimum(left - i * BT, BT).to(tl.int32))
-            b_x = load_tokens(queries.near + p_near, queries.s_x, from_here, i_q, 0, K, BT, BK)
-            b_do = load_tokens(queries.do, queries.s_do, from_here, i_q, 0, V, BT, BV)
-            b_delta = to_columns(load_token_scalars(queries.delta, queries.s_lse, from_here, i_q, BT), BT)
-            b_offset = -to_columns(load_token_scalars(queries.lse, queries.s_lse, from_here, i_q, BT), BT)[None, :]
+            from_here, queried = token + i * BT, tl.minimum(left - i * BT, BT).to(tl.int32)
+            b_x = load_rows(queries.near, near + from_here, i_q, queried, HQ, K, BT, BK)
+            b_do = load_rows(queries.do, from_here, i_q, queried, HQ, V, BT, BV)
+            b_delta = to_columns(load_numbers(queries.delta, from_here, i_q, queried, HQ, BT), BT)
+            b_offset = -to_columns(load_numbers(queries.lse, from_here, i_q, queried, HQ, BT), BT)[None, :]
             if keys.g is not None:
-                p_sums = queries.near_sums + place * (s_near // K).to(tl.int64)
-                b_passed = load_token_scalars(p_sums, queries.s_lse, from_here, i_q, BT)
+                b_passed = load_numbers(queries.near_sums, near + from_here, i_q, queried, HQ, BT)
                 b_after = b_end[:, None] + to_columns(b_passed, BT)[None, :]
                 b_offset = tl.fma(b_after, factor.logit_gate, b_offset)
             b_p = weights(mm(b_k, tl.trans(b_x), None, OP, PRECISION), factor.logit_scale, b_offset)
@@ -159,23 +152,23 @@ def wyfold_path_own_keys_triton(
             b_dend += tl.sum(b_ds, 1)
             b_dk = mm(b_ds * factor.scale, b_x, b_dk, OP, PRECISION)
         if keys.g is not None:
-            store_token_scalars(out.dend, queries.s_lse, at, i_q, factor.gate * b_dend, BT)
-    store_tokens(out.dk, keys.s_rows, at, i_h, 0, b_dk, K)
-    store_tokens(out.dv, out.s_dv, at, i_h, 0, b_dv, V)
+            store_numbers(out.dend, token, i_q, rows, factor.gate * b_dend, HQ, BT)
+    store_rows(out.dk, token, i_h, rows, b_dk, H, K)
+    store_rows(out.dv, token, i_h, rows, b_dv, H, V)
 
-    b_w = load_tokens(keys.w, keys.s_rows, at, i_h, 0, K, BT, BK)
-    b_W = load_tokens(keys.W, keys.s_rows, at, i_h, 0, K, BT, BK)
+    b_w = load_rows(keys.w, token, i_h, rows, H, K, BT, BK)
+    b_W = load_rows(keys.W, token, i_h, rows, H, K, BT, BK)
     b_dW = tl.zeros((BT, BK), tl.float32)
     b_dw = tl.zeros((BT, BK), tl.float32)
     for e in range(HQ // H):
         i_q = i_h * (HQ // H) + e
         for i in range(1, later):
-            from_here = TokenRows(b, t + i * BT, tl.minimum(left - i * BT, BT).to(tl.int32))
-            b_x = load_tokens(queries.near + p_near, queries.s_x, from_here, i_q, 0, K, BT, BK)
-            b_grad = load_tokens(p_dnear + p_near, queries.s_x, from_here, i_q, 0, K, BT, BK)
+            from_here, queried = token + i * BT, tl.minimum(left - i * BT, BT).to(tl.int32)
+            b_x = load_rows(queries.near, near + from_here, i_q, queried, HQ, K, BT, BK)
+            b_grad = load_rows(p_dnear, near + from_here, i_q, queried, HQ, K, BT, BK)
             b_u = -mm(b_w, tl.trans(b_x), None, OP, PRECISION)
             b_dW = mm(b_u, b_grad, b_dW, OP, PRECISION)
             b_du = -mm(b_W, tl.trans(b_grad), None, OP, PRECISION)
             b_dw = mm(b_du, b_x, b_dw, OP, PRECISION)
-    store_tokens(out.dW, keys.s_rows, at, i_h, 0, b_dW, K)
-    store_tokens(out.dw, keys.s_rows, at, i_h, 0, b_dw, K)
+    store_rows(out.dW, token, i_h, rows, b_dW, H, K)
+    store_rows(out.dw, token, i_h, rows, b_dw, H, K)

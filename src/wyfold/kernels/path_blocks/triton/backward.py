@@ -37,8 +37,9 @@ from wyfold.kernels.path_blocks.triton.solve import (
     wyfold_path_tokens_bwd_triton,
 )
 from wyfold.kernels.path_records import CHUNK, PathFactors, PathSizes, PathTiles, PathWorkspace, path_scales
+from wyfold.kernels.path_widths import key_width
 from wyfold.runtime.chunk_layout import ChunkGrid
-from wyfold.runtime.kernel_configs import tile_width, tuned
+from wyfold.runtime.kernel_configs import tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.dot.triton import contracts, exact, operand, precision, workspace
 from wyfold.tile.index.triton import Packing, strides
@@ -70,7 +71,7 @@ def path_factors_bwd(
         out: Gradients in the shapes of x.
     """
     (B, T, H, K), (HQ, V), dtype = x.k.shape, (x.q.shape[2], x.v.shape[3]), x.q.dtype
-    slots, L, BK, f = factors.M.shape[0], d.dM.shape[0], tile_width(K), factors
+    BK, f = key_width(dtype, K), factors
     rows, s_E = f.w.stride(), f.E.stride()
     tile_rows: dict[str, Any] = {"H": H, "K": K, "BT": CHUNK, "BK": BK}
     products = {"OP": operand(dtype), "PRECISION": precision(dtype)}
@@ -90,7 +91,7 @@ def path_factors_bwd(
             **config.options(contract=contracts(dtype)),
         )
 
-    sizes = PathSizes(H, HQ, K, V, CHUNK, BK, tile_width(V), block, LANES=L)
+    sizes = PathSizes(H, HQ, K, V, CHUNK, BK, key_width(dtype, V), block)
     p, dZ, dP, P = (x.q.new_empty(B, T, HQ, CHUNK, dtype=workspace(dtype)) for _ in range(4))
     tiles = Tiles(p, dZ, dP, P, p.stride())
     tokens = Tokens(
@@ -119,8 +120,7 @@ def path_factors_bwd(
         "logits",
         x=tokens,
         passed=Passed(d.dq, d.dq.stride(), d.others, d.dend, d.dblock_end, d.dtotal, d.dblock_total),
-        slots=slots,
-        s_near=d.x.numel(),
+        tokens=d.x.shape[:2].numel(),
         tiles=tiles,
         out=QueryGradients(out.q, out.q.stride(), out.g, strides(out.g)),
         factor=path_scales(scale, gate),
@@ -132,7 +132,7 @@ def path_factors_bwd(
         chunks = Chunks(f.w, f.W, f.k, d.dblocks, rows)
         maps = Maps(d.dM, f.after, torch.empty_like(f.after))
         shared = {**tile_rows, "BLOCK": block, **products}
-        launch(wyfold_path_maps_bwd_triton, H, "maps", x=chunks, maps=maps, slots=slots, LANES=L, **shared)
+        launch(wyfold_path_maps_bwd_triton, H, "maps", x=chunks, maps=maps, **shared)
         launch(
             wyfold_path_blocks_bwd_triton, H, "blocks", x=chunks, maps=maps, p_dk=d.dk, p_dW=d.dW, p_dw=d.dw, **shared
         )

@@ -39,7 +39,7 @@ class Maps(NamedTuple):
     """Kernel argument: tiles [BK, BK] of every slot and key head.
 
     Attributes:
-        dM: [LANES, slots, H, BK, BK], field of `PathWorkspace`.
+        dM: [slots, H, BK, BK], field of `PathWorkspace`.
         after: [slots, H, BLOCK, BK, BK], field of `PathFactors`.
         dR: [slots, H, BLOCK, BK, BK] gradients of the maps of each chunk with those that follow it.
     """
@@ -49,11 +49,11 @@ class Maps(NamedTuple):
     dR: Any
 
 
-@triton.jit(do_not_specialize=["slots", "N", "T", "per_sequence"])
+@triton.jit(do_not_specialize=["N", "T", "per_sequence"])
 def wyfold_path_maps_bwd_triton(
-    x, maps, slots, packing, N, T, per_sequence,
-    H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
-    PACKED: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+    x, maps, packing, N, T, per_sequence,
+    H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
+    OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the maps inside one block of one key head that another block follows."""
     i_tile = tl.program_id(0).to(tl.int64)
@@ -67,9 +67,7 @@ def wyfold_path_maps_bwd_triton(
     if i_s % BLOCK != 0 or left <= BLOCK * BT:
         return
     i_block = map_slot(b, t, T, BLOCK * BT) * H + i_h
-    b_dR = tl.zeros((BK, BK), tl.float32)
-    for lane in range(LANES):
-        b_dR += load_tile(maps.dM, lane * slots * H + i_block, 0, 0, BK, BK, BK, BK)
+    b_dR = load_tile(maps.dM, i_block, 0, 0, BK, BK, BK, BK)
     for c in range(BLOCK):
         at = TokenRows(b, t + c * BT, BT)
         store_tile(maps.dR, i_block * BLOCK + c, 0, 0, b_dR, BK, BK, BK, BK)

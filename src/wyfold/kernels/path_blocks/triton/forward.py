@@ -12,8 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from wyfold.kernels.path_records import CHUNK, PathFactors
+from wyfold.kernels.path_widths import key_width
 from wyfold.runtime.chunk_layout import ChunkGrid
-from wyfold.runtime.kernel_configs import LaunchKey, dtype_word, tile_width, tuned
+from wyfold.runtime.kernel_configs import LaunchKey, dtype_word, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.dot.triton import contracts, exact, mm, mm_exact, operand, precision, workspace
 from wyfold.tile.index.triton import (
@@ -44,7 +45,7 @@ def empty_factors(q: Tensor, k: Tensor, block: int, *, backward: bool) -> PathFa
     w, W, end, blocks = (k.new_empty(k.shape, dtype=dtype) for _ in range(4))
     E = k.new_empty(B, T, H, CHUNK, dtype=dtype)
     slots = -(-T // (block * CHUNK))
-    BK = tile_width(K)
+    BK = key_width(q.dtype, K)
     after = k.new_empty((B * slots, H, block, BK, BK) if backward else 0, dtype=dtype)
     return PathFactors(w, W, end, E, blocks, k.new_empty(B * slots, H, K, K, dtype=dtype), after)
 
@@ -64,7 +65,7 @@ def path_factors(k: Tensor, w: Tensor, beta: Tensor, grid: ChunkGrid, block: int
     packing = Packing(grid.cu, grid.first, grid.sequence), grid.sequences, grid.tokens, grid.per_sequence
     config, chunk = (tuned("path_blocks.triton", launch_key(dtype, K, name), k.device) for name in (None, "chunks"))
     products = {"OP": operand(dtype), "PRECISION": precision(dtype), "EXACT": exact(dtype)}
-    sizes = {"H": H, "K": K, "BT": CHUNK, "BK": tile_width(K), "PACKED": grid.cu is not None}
+    sizes = {"H": H, "K": K, "BT": CHUNK, "BK": key_width(dtype, K), "PACKED": grid.cu is not None}
     launch_kernel(
         wyfold_path_chunks_triton,
         grid.chunks * H,
@@ -106,15 +107,18 @@ def path_factors(k: Tensor, w: Tensor, beta: Tensor, grid: ChunkGrid, block: int
     )
 
 
-def path_cache(factors: PathFactors, grid: ChunkGrid, block: int, past: Tensor | None, out: Tensor) -> None:
+def path_cache(
+    factors: PathFactors, grid: ChunkGrid, block: int, past: Tensor | None, counts: Tensor | None, out: Tensor
+) -> None:
     """Write the keys after the last token of their sequence.
 
     Args:
         factors: Result of `path_factors`.
         grid: Chunks of CHUNK tokens.
         block: Chunks of a block.
-        past: [N, S, H, K] keys of earlier calls, any strides; None if there are none.
-        out: [B, S + T, H, K], any strides, zero past the last boundary.
+        past, counts: [N, S, H, K] keys of earlier calls, any strides, of which sequence n has the last counts[n]; None
+            if there are none.
+        out: [B, S + T, H, K], any strides, zero past the last boundary and where there is no earlier key.
     """
     (_, _, H, K), dtype = factors.w.shape, out.dtype
     config = tuned("path_blocks.triton", launch_key(dtype, K), out.device)
@@ -130,6 +134,7 @@ def path_cache(factors: PathFactors, grid: ChunkGrid, block: int, past: Tensor |
         factors.M,
         past,
         None if past is None else past.stride(),
+        counts,
         out,
         out.stride(),
         Packing(grid.cu, grid.first),
@@ -139,7 +144,7 @@ def path_cache(factors: PathFactors, grid: ChunkGrid, block: int, past: Tensor |
         H=H,
         K=K,
         BT=CHUNK,
-        BK=tile_width(K),
+        BK=key_width(dtype, K),
         BLOCK=block,
         PACKED=grid.cu is not None,
         EXACT=exact(dtype),
@@ -219,7 +224,7 @@ def wyfold_path_blocks_triton(
 
 @triton.jit(do_not_specialize=["T", "per_sequence", "S"])
 def wyfold_path_cache_triton(
-    p_w, p_W, p_end, p_blocks, s_rows, p_M, p_past, s_past, p_out, s_out, packing, T, per_sequence, S,
+    p_w, p_W, p_end, p_blocks, s_rows, p_M, p_past, s_past, p_counts, p_out, s_out, packing, T, per_sequence, S,
     H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -249,7 +254,9 @@ def wyfold_path_cache_triton(
         b_M = load_map(p_M, map_slot(b, first, T, BLOCK * BT) * H + i_h, K, BK)
         b_D += b_M.to(tl.float32) + mm_exact(b_D, b_M, None, EXACT)
     if p_past is not None:
-        for place in range(0, S, BT):
+        missing = S - tl.load(p_counts + i_n).to(tl.int32)
+        for tile in range((S - missing + BT - 1) // BT):
+            place = missing + tile * BT
             rows = tl.minimum(S - place, BT).to(tl.int32)
             b_past = load_tokens(p_past, s_past, TokenRows(b, place, rows), i_h, 0, K, BT, BK)
             b_moved = b_past.to(tl.float32) + mm_exact(b_past, tl.trans(b_D), None, EXACT)

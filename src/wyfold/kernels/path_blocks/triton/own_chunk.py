@@ -98,9 +98,9 @@ class KeyGradients(NamedTuple):
     end: None = None
 
 
-@triton.jit(do_not_specialize=["slots", "s_near", "N", "T", "per_sequence"])
+@triton.jit(do_not_specialize=["tokens", "N", "T", "per_sequence"])
 def wyfold_path_own_logits_bwd_triton(
-    x, passed, slots, s_near, tiles, out, packing, N, T, per_sequence, factor,
+    x, passed, tokens, tiles, out, packing, N, T, per_sequence, factor,
     SIZES: tl.constexpr, PACKED: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the queries and gates of one chunk of one query head; tiles for those of its keys."""
@@ -112,7 +112,6 @@ def wyfold_path_own_logits_bwd_triton(
     BK: tl.constexpr = SIZES.BK
     BV: tl.constexpr = SIZES.BV
     BLOCK: tl.constexpr = SIZES.BLOCK
-    LANES: tl.constexpr = SIZES.LANES
     i_tile = tl.program_id(0).to(tl.int64)
     i_c, i_q = i_tile // HQ, i_tile % HQ
     i_h = i_q // (HQ // H)
@@ -150,7 +149,7 @@ def wyfold_path_own_logits_bwd_triton(
         place = i_s % BLOCK
         block_end = (BLOCK - place) * BT  # tokens from here to the block's end
         for i in range(1, tl.minimum((left + BT - 1) // BT, BLOCK - place)):
-            p_total = passed.dtotal + place * (s_near // K).to(tl.int64) + b * x.s_lse[0] + (t + i * BT) * x.s_lse[1]
+            p_total = passed.dtotal + place * tokens.to(tl.int64) * HQ + b * x.s_lse[0] + (t + i * BT) * x.s_lse[1]
             b_dg += tl.load(p_total + i_q * x.s_lse[2])
         if left > block_end:
             b_dg += before(passed.dblock_end, x.s_lse, at, i_q, BT)
@@ -158,8 +157,7 @@ def wyfold_path_own_logits_bwd_triton(
                 earlier = TokenRows(b, t - (m + 1) * BT, BT)
                 b_dg += tl.sum(load_token_scalars(passed.dblock_end, x.s_lse, earlier, i_q, BT), 0)
             slot = map_slot(b, t - place * BT, T, BLOCK * BT)
-            for lane in range(LANES):
-                b_dg += tl.load(passed.dblock_total + (lane * slots + slot) * HQ + i_q)
+            b_dg += tl.load(passed.dblock_total + slot * HQ + i_q)
         store_token_scalars(out.g, out.s_g, at, i_q, b_dg, BT)
     b_own = -(b_others + tl.sum(b_ds, 1))
     b_dZ = factor.scale * tl.where(o[:, None] == o[None, :], b_own[:, None], b_ds)
