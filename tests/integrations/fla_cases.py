@@ -49,6 +49,11 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 ADDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gdn2": ("GatedDeltaNet2", _GDN),
+    "gdn2, groups, wide values, no convolution": (
+        "GatedDeltaNet2",
+        {**_GDN, "num_v_heads": 4, "expand_v": 2, "use_short_conv": False, "allow_neg_eigval": True},
+    ),
     "gdp": ("GatedDeltaProduct", {**_GDN, "expand_v": 1}),
     "gdp, three updates, no gates, groups": (
         "GatedDeltaProduct",

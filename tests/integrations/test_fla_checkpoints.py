@@ -40,6 +40,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 ADDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gdn2": ("GatedDeltaNet2", {**_GDN, "allow_neg_eigval": True}),
     "gdp": ("GatedDeltaProduct", {**_GDN, "expand_v": 1}),
     "gdp, three updates, no forget gate": (
         "GatedDeltaProduct",
@@ -103,6 +104,18 @@ def test_layers_have_equal_outputs_and_go_back(case: str):
     assert torch.equal(back(x)[0], theirs(x)[0])
 
 
+def test_grouped_heads_of_gdn2_are_repeated_and_do_not_go_back():
+    """fla has a decay and an erase gate for each key head, Wyfold for each value head."""
+    theirs = layers.GatedDeltaNet2(**_GDN, num_v_heads=4)
+    ours, x = from_fla(theirs), torch.randn(2, 70, WIDTH)
+    close(ours(x), copy.deepcopy(theirs).double()(x.double())[0], theirs(x)[0])
+    with pytest.raises(UnsupportedError, match=r"^fla's GatedDeltaNet2 has no option decays and erase gates"):
+        to_fla(ours)
+    config = DecoderConfig(hidden_size=WIDTH, num_layers=1, pattern="gdn2", num_heads=2, head_dim=16)
+    with pytest.raises(UnsupportedError, match="a model of fla has layers of one kind"):
+        to_fla(Decoder(config))
+
+
 def test_sources_are_copied_and_keep_dtype_and_mode():
     theirs = layers.DeltaNet(hidden_size=WIDTH, num_heads=2).bfloat16().eval()
     theirs.o_norm.float()  # fla builds this norm in float32
@@ -133,6 +146,7 @@ def test_sources_are_copied_and_keep_dtype_and_mode():
         ("GatedDeltaNet", "use_short_conv", False),
         ("GatedDeltaNet", "output_gate_activation", "sigmoid"),
         ("KimiDeltaAttention", "expand_v", 2),
+        ("GatedDeltaNet2", "expand_v", 2),
         ("GatedDeltaProduct", "use_output_gate", False),
         ("GatedLinearAttention", "use_short_conv", True),
         ("GatedLinearAttention", "num_kv_heads", 1),

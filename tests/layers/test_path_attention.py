@@ -27,12 +27,9 @@ def formula(layer: PaTHAttention, x: torch.Tensor, layout: SequenceLayout | None
         bias = p.get("w_conv1d.bias")
         w, _ = reference.causal_conv1d(w, p["w_conv1d.weight"], bias, activation="silu", cu_seqlens=layout)
     q, k, v = (x @ p[f"{name}_proj.weight"].T for name in "qkv")
-    if "maybe_q_norm.weight" in p:
-        q, k = (
-            F.rms_norm(rows, rows.shape[-1:], p[f"maybe_{name}_norm.weight"], 1e-5)
-            for rows, name in ((q, "q"), (k, "k"))
-        )
     q, k, v, w = (rows.unflatten(-1, (-1, 8)) for rows in (q, k, v, w))
+    if "maybe_q_norm.weight" in p:
+        q, k = (F.rms_norm(rows, (8,), p[f"maybe_{name}_norm.weight"], 1e-5) for rows, name in ((q, "q"), (k, "k")))
     w = w / (w.square().sum(-1, keepdim=True) + 1e-6).sqrt()
     beta = 2 * torch.sigmoid(x @ p["bt_proj.weight"].T + p["bt_proj.bias"])
     g = F.logsigmoid(x @ p["g_proj.weight"].T + p["g_proj.bias"]) if "g_proj.weight" in p else None
@@ -116,7 +113,7 @@ def test_flas_parameters_load():
         "q_proj.weight": (24, 24), "k_proj.weight": (24, 24), "v_proj.weight": (24, 24), "o_proj.weight": (24, 24),
         "w_proj.0.weight": (32, 24), "w_proj.1.weight": (24, 32), "w_conv1d.weight": (24, 3), "w_conv1d.bias": (24,),
         "bt_proj.weight": (3, 24), "bt_proj.bias": (3,), "g_proj.weight": (3, 24), "g_proj.bias": (3,),
-        "maybe_q_norm.weight": (24,), "maybe_k_norm.weight": (24,),
+        "maybe_q_norm.weight": (8,), "maybe_k_norm.weight": (8,),
     }  # fmt: skip
     assert {name: tuple(x.shape) for name, x in layer.state_dict().items()} == expected
     theirs = {name: torch.randn_like(x) for name, x in layer.state_dict().items()}

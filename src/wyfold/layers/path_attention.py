@@ -41,7 +41,7 @@ class PaTHAttention(nn.Module):
         head_dim: Width of queries, keys and values: a multiple of 8 from 8 to 128. None: hidden_size / HQ.
         conv_size: Length of the short convolution of w, 2 to 8.
         use_forget_gate: Add a forget gate for each query head.
-        use_qk_norm: Normalise all queries, and all keys, of a token to a root mean square of 1.
+        use_qk_norm: Normalise each query and key to a root mean square of 1, times a weight that all heads share.
         use_low_rank_w: Project w through 32 channels.
         use_w_shortconv: Convolve w over time.
         conv_bias: Whether the convolution has a bias.
@@ -104,8 +104,8 @@ class PaTHAttention(nn.Module):
         self.w_proj: nn.Module = nn.Linear(hidden_size, keys, bias=False)
         if use_low_rank_w:
             self.w_proj = nn.Sequential(nn.Linear(hidden_size, RANK, bias=False), nn.Linear(RANK, keys, bias=False))
-        self.maybe_q_norm = nn.RMSNorm(rows, eps=1e-5) if use_qk_norm else nn.Identity()
-        self.maybe_k_norm = nn.RMSNorm(keys, eps=1e-5) if use_qk_norm else nn.Identity()
+        self.maybe_q_norm = nn.RMSNorm(self.head_dim, eps=1e-5) if use_qk_norm else nn.Identity()
+        self.maybe_k_norm = nn.RMSNorm(self.head_dim, eps=1e-5) if use_qk_norm else nn.Identity()
         self.w_conv1d = ShortConvolution(keys, conv_size, bias=conv_bias, backend=backend) if use_w_shortconv else None
         self.bt_proj = nn.Linear(hidden_size, self.num_kv_heads)
         self.g_proj = nn.Linear(hidden_size, num_heads) if use_forget_gate else None
@@ -159,8 +159,9 @@ class PaTHAttention(nn.Module):
         w = self.w_proj(x)
         if self.w_conv1d is not None:
             w = self.w_conv1d(w, layout=layout, cache=cache)
-        q, k = _normed(self.maybe_q_norm, self.q_proj(x)), _normed(self.maybe_k_norm, self.k_proj(x))
-        q, k, v, w = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, self.v_proj(x), w))
+        parts = self.q_proj(x), self.k_proj(x), self.v_proj(x), w
+        q, k, v, w = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        q, k = _normed(self.maybe_q_norm, q), _normed(self.maybe_k_norm, k)
         wide = torch.promote_types(x.dtype, torch.float32)
         w = l2norm(w, output_dtype=wide, backend=self.backend)
         beta = 2 * torch.sigmoid(self.bt_proj(x).to(wide))

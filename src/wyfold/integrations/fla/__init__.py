@@ -17,6 +17,7 @@ from wyfold.integrations.fla.gla import GatedLinearAttention, chunk_gla, fused_r
 from wyfold.integrations.fla.layers import (
     DeltaNet,
     GatedDeltaNet,
+    GatedDeltaNet2,
     GatedDeltaProduct,
     KimiDeltaAttention,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "FlaCheckpoint",
     "FusedRMSNormGated",
     "GatedDeltaNet",
+    "GatedDeltaNet2",
     "GatedDeltaProduct",
     "GatedLinearAttention",
     "GatedMLP",

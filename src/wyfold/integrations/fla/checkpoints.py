@@ -134,7 +134,7 @@ def from_fla(source: nn.Module | str | os.PathLike[str], *, backend: str | None 
     """Wyfold's form of one of fla's layers, language models or checkpoints, with the same outputs.
 
     Args:
-        source: A layer of fla (DeltaNet, GatedDeltaNet, GatedDeltaProduct, GatedLinearAttention,
+        source: A layer of fla (DeltaNet, GatedDeltaNet, GatedDeltaNet2, GatedDeltaProduct, GatedLinearAttention,
             KimiDeltaAttention), a causal language model of these, or a
             folder with its config.json and safetensors. Objects of the stand-in are fla's, too. Never changed.
         backend: Backend of every operator in the result.
@@ -167,7 +167,7 @@ def from_fla(source: nn.Module | str | os.PathLike[str], *, backend: str | None 
         return _layer(name, _layer_options(name, source), weights, backend).train(source.training)
     config: Any = getattr(source, "config", None)
     if not hasattr(config, "to_diff_dict") or name not in {kind.architecture for kind in KINDS.values()}:
-        known = [*KINDS, *(kind.architecture for kind in KINDS.values())]
+        known = [*KINDS, *(kind.architecture for kind in KINDS.values() if kind.architecture)]
         raise TypeError(f"from_fla: source must be one of fla's {', '.join(known)}, got {name}")
     return _decoder(config.to_diff_dict(), weights, backend).train(source.training)
 
@@ -176,8 +176,9 @@ def to_fla(module: Mixer | Decoder) -> FlaCheckpoint:
     """fla's form of a layer or decoder, with the same outputs.
 
     Args:
-        module: A `DeltaNet`, `GatedDeltaNet`, `GatedDeltaProduct`, `GatedLinearAttention` or `KimiDeltaAttention` of
-            `wyfold.layers`, or a `Decoder` whose layers are all of one of these, except for those of softmax attention.
+        module: A `DeltaNet`, `GatedDeltaNet`, `GatedDeltaNet2`, `GatedDeltaProduct`, `GatedLinearAttention` or
+            `KimiDeltaAttention` of `wyfold.layers`; or a `Decoder` whose layers are all of one of these, except for
+            those of softmax attention. fla has no language model with `GatedDeltaNet2`.
 
     Returns:
         Configuration and weights; the weights are copies. For a layer: `fla.layers.GatedDeltaNet(**config)` and its
@@ -193,7 +194,7 @@ def to_fla(module: Mixer | Decoder) -> FlaCheckpoint:
     if not isinstance(module, Decoder):
         raise TypeError(f"to_fla: module must be one of {', '.join(KINDS)} or a Decoder, got {type(module).__name__}")
     config = module.config
-    patterns = {kind.pattern: kind for kind in KINDS.values()}
+    patterns = {kind.pattern: kind for kind in KINDS.values() if kind.model_type}
     others = sorted(set(config.layers) - {"attention"})
     if len(others) != 1 or others[0] not in patterns:
         raise UnsupportedError(
@@ -311,7 +312,7 @@ def _fields(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         ValueError: The model type or a field is unknown.
         UnsupportedError: A field asks for what a decoder does not have.
     """
-    types = {kind.model_type: name for name, kind in KINDS.items()}
+    types = {kind.model_type: name for name, kind in KINDS.items() if kind.model_type}
     model_type = given.get("model_type")
     if model_type not in types:
         raise ValueError(f"from_fla: model_type must be among {', '.join(types)}, got {model_type!r}")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from wyfold.integrations.fla.gdn2_layer import GatedDeltaNet2 as GatedDeltaNet2
 from wyfold.integrations.fla.gla import GatedLinearAttention as GatedLinearAttention
 from wyfold.integrations.fla.mixer import Mixer, output_norm, step_bias, undecayed, whole
 from wyfold.integrations.fla.recurrences import (
@@ -30,7 +31,8 @@ from wyfold.ops.delta_product import fused_recurrent_gated_delta_product
 from wyfold.runtime import check
 
 NAMES = (
-    "DeltaNet", "GatedDeltaNet", "GatedDeltaProduct", "GatedLinearAttention", "KimiDeltaAttention", "RWKV7Attention",
+    "DeltaNet", "GatedDeltaNet", "GatedDeltaNet2", "GatedDeltaProduct", "GatedLinearAttention", "KimiDeltaAttention",
+    "RWKV7Attention",
 )  # fmt: skip
 """Names of all layers."""
 

@@ -20,7 +20,7 @@ from wyfold.runtime.check import UnsupportedError
 _FIXED: dict[str, Any] = {"use_short_conv": True, "conv_bias": False}
 
 
-Mixer = DeltaMixer | layers.GatedLinearAttention
+Mixer = DeltaMixer | layers.GatedLinearAttention | layers.GatedDeltaNet2
 
 
 class Kind(NamedTuple):
@@ -29,7 +29,7 @@ class Kind(NamedTuple):
     Attributes:
         ours: Wyfold's class.
         pattern: Its name in a decoder's pattern.
-        model_type, architecture: fla's names of the language model.
+        model_type, architecture: fla's names of the language model; empty if it has none.
         fixed: fla's options that Wyfold's layer has one value of.
         names: Wyfold's name -> fla's, of tensors that both have.
         conv: Whether the layers have a convolution.
@@ -47,6 +47,14 @@ class Kind(NamedTuple):
 _NAMES = {"beta.weight": "b_proj.weight", "norm.weight": "o_norm.weight", "out.weight": "o_proj.weight"}
 _DECAY = {"decay_parameters.A_log": "A_log", "decay_parameters.dt_bias": "dt_bias"}
 
+_LOW_RANK = {
+    "decay_down.weight": "f_proj.0.weight",
+    "decay_up.weight": "f_proj.1.weight",
+    "gate_down.weight": "g_proj.0.weight",
+    "gate_up.weight": "g_proj.1.weight",
+    "gate_up.bias": "g_proj.1.bias",
+}
+
 KINDS: dict[str, Kind] = {
     "DeltaNet": Kind(
         layers.DeltaNet,
@@ -63,6 +71,20 @@ KINDS: dict[str, Kind] = {
         "GatedDeltaNetForCausalLM",
         {**_FIXED, "use_gate": True, "output_gate_activation": "swish"},
         {**_NAMES, **_DECAY, "decay.weight": "a_proj.weight", "gate.weight": "g_proj.weight"},
+    ),
+    "GatedDeltaNet2": Kind(
+        layers.GatedDeltaNet2,
+        "gated_delta_net2",
+        "",
+        "",
+        _FIXED,
+        {
+            **{name: theirs for name, theirs in _NAMES.items() if name != "beta.weight"},
+            **_DECAY,
+            "erase.weight": "b_proj.weight",
+            "write.weight": "w_proj.weight",
+            **_LOW_RANK,
+        },
     ),
     "GatedDeltaProduct": Kind(
         layers.GatedDeltaProduct,
@@ -104,15 +126,15 @@ KINDS: dict[str, Kind] = {
         {
             **_NAMES,
             **_DECAY,
-            "decay_down.weight": "f_proj.0.weight",
-            "decay_up.weight": "f_proj.1.weight",
-            "gate_down.weight": "g_proj.0.weight",
-            "gate_up.weight": "g_proj.1.weight",
-            "gate_up.bias": "g_proj.1.bias",
+            **_LOW_RANK,
         },
     ),
 }
 """By the name of fla's class, which is also that of Wyfold's."""
+
+
+_NARROW = ("KimiDeltaAttention", "GatedDeltaNet2")
+"""Layers whose decays fla projects through V channels, and Wyfold through K. dt_bias is flat in fla."""
 
 
 def our_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,7 +157,7 @@ def our_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     else:
         K = given["head_dim"]
         V = _whole(name, "expand_v", K * given["expand_v"])
-    if name == "KimiDeltaAttention" and V != K:
+    if name in _NARROW and V != K:
         raise _lacking(name, "expand_v", given["expand_v"])
     sizes = {"hidden_size": width, "num_heads": H, "num_v_heads": HV, "head_dim": K, "head_v_dim": V}
     if name == "GatedLinearAttention":
@@ -174,9 +196,11 @@ def their_arguments(layer: Mixer) -> dict[str, Any]:
             raise _lacking("fla's DeltaNet", "num_v_heads", HV)
         width = layer.hidden_size
         return {**shared, "expand_k": _expansion(H * K, width), "expand_v": _expansion(H * V, width)}
+    if name in _NARROW and V != K:
+        raise _lacking(f"fla's {name}", "projections of K for decays of a layer with head_v_dim", V)
+    if name == "GatedDeltaNet2" and HV != H:
+        raise _lacking("fla's GatedDeltaNet2", "decays and erase gates for each value head, of num_v_heads", HV)
     if name == "KimiDeltaAttention":
-        if V != K:
-            raise _lacking("fla's KimiDeltaAttention", "projections of K for decays of a layer with head_v_dim", V)
         bound: Any = layer.lower_bound
         shared |= {"lower_bound": bound, "safe_gate": bound is not None and bound >= -5}
     if isinstance(layer, layers.GatedDeltaProduct):
@@ -223,9 +247,19 @@ def our_weights(name: str, theirs: Mapping[str, Tensor], HV: int) -> dict[str, T
         weights["conv.weight"] = torch.cat([theirs[name].squeeze(1) for name in triples[3:]])
     # fla keeps the weight of an ungated norm in float32.
     weights["norm.weight"] = weights["norm.weight"].to(weights["out.weight"].dtype)
-    if name == "KimiDeltaAttention":
+    if name == "GatedDeltaNet2":
+        _repeat_heads(weights, HV)
+    if name in _NARROW:
         weights["decay_parameters.dt_bias"] = weights["decay_parameters.dt_bias"].reshape(HV, -1)
     return weights
+
+
+def _repeat_heads(weights: dict[str, Tensor], HV: int) -> None:
+    """Repeat what GDN-2 has for each key head in fla, and for each value head in Wyfold, in place."""
+    H = weights["decay_parameters.A_log"].shape[0]
+    for name in ("erase.weight", "decay_up.weight", *_DECAY):
+        rows = weights[name].unflatten(0, (H, -1)).repeat_interleave(HV // H, 0)
+        weights[name] = rows.flatten(0, 1)
 
 
 def their_weights(layer: Mixer) -> dict[str, Tensor]:

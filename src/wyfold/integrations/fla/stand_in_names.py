@@ -189,6 +189,7 @@ MODULES: dict[str, _Names] = {
     "fla.layers.delta_net": _of(layers, "DeltaNet"),
     "fla.layers.gated_deltanet": _of(layers, "GatedDeltaNet"),
     "fla.layers.gated_deltaproduct": _of(layers, "GatedDeltaProduct"),
+    "fla.layers.gdn2": _of(layers, "GatedDeltaNet2"),
     "fla.layers.gla": _of(gla, "GatedLinearAttention"),
     "fla.layers.kda": _of(layers, "KimiDeltaAttention"),
     "fla.layers.rwkv7": _of(layers, "RWKV7Attention"),
