@@ -31,8 +31,15 @@ from wyfold.tile.columns.triton import (
     load_values,
 )
 from wyfold.tile.decay.channel.triton import sub_chunk_gate
-from wyfold.tile.decay.channel.triton.adjoint import PairMemory, PairRows, channel_bwd
-from wyfold.tile.decay.channel.triton.near_pairs import store_near_pairs
+from wyfold.tile.decay.channel.triton.adjoint import (
+    PairMemory,
+    PairRows,
+    column_bwd,
+    reads_bwd,
+    sums_inside,
+    to_near_rows,
+)
+from wyfold.tile.decay.channel.triton.near_pairs import store_near_pairs, sub_chunk_row
 from wyfold.tile.decay.triton import NEAR, Gate
 from wyfold.tile.decay.triton.gradient import (
     GateGradient,
@@ -47,11 +54,12 @@ from wyfold.tile.index.triton import (
     TokenRows,
     chunk_span,
     load_tile,
-    load_tokens,
+    stack,
     store_tile,
     store_token_scalars,
     store_tokens,
     strides,
+    unstack,
 )
 from wyfold.tile.index.triton.strength import Strength
 from wyfold.tile.index.triton.sub_chunks import store_token_sub_chunks
@@ -245,6 +253,7 @@ def wyfold_low_rank_gradients_triton(
     OP: tl.constexpr = FLAGS.OP
     PRECISION: tl.constexpr = FLAGS.PRECISION
     NB: tl.constexpr = BT // NEAR
+    WRITES: tl.constexpr = 2 if FLAGS.RULE == "given" else 1
     i_tile = tl.program_id(0).to(tl.int64)
     i_c, i_hv = i_tile // HV, i_tile % HV
     heads = RowHeads(i_hv // (HV // SIZES.H), i_hv // (HV // SIZES.HB))
@@ -259,56 +268,66 @@ def wyfold_low_rank_gradients_triton(
     early = early_rows(at, BEFORE)
     norms = row_factors(tokens, at, heads, strength, i_hv, SIZES, FLAGS.NORM, BEFORE)
     first: tl.constexpr = 1 if BEFORE else 0
-    # X of the early rows, as tokens of a matrix with one row per row of a tile.
-    x_at = TokenRows(i_tile * 0, i_tile * BT + first, BT - first)
-
     _pair_gradients(
-        values, do, s_do, borders, PairMemory(pairs, near, i_tile, opaque_zero), at, x_at, i_hv,
+        values, do, s_do, borders, PairMemory(pairs, near, i_tile, opaque_zero), at, i_hv,
         Factors(scale, unit), SIZES, FLAGS,
     )  # fmt: skip
     tl.debug_barrier()  # other threads may load what a thread stored
 
     b_dbeta = tl.zeros((NB, NEAR), tl.float32)
     for i_k in range((K + BK - 1) // BK):
-        b_dq, b_da = tl.zeros((BT, BK), tl.float32), tl.zeros((BT, BK), tl.float32)
-        b_db, b_dk = tl.zeros((BT, BK), tl.float32), tl.zeros((BT, BK), tl.float32)
-        b_carried, b_da_first = tl.zeros((BK,), tl.float32), tl.zeros((BK,), tl.float32)
+        # Erasing rows and queries, and the written values of both columns, are one operand of 2 BT rows.
+        b_reads, b_writes = tl.zeros((2 * BT, BK), tl.float32), tl.zeros((WRITES * BT, BK), tl.float32)
+        b_carried = tl.zeros((BK,), tl.float32)
         for i_v in range((V + BV - 1) // BV):
             b_S = load_tile(borders.S, i_tile, i_v * BV, i_k * BK, V, K, BV, BK)
             b_dS = load_tile(borders.dS, i_tile, i_v * BV, i_k * BK, V, K, BV, BK)
-            b_W = load_tile(borders.e, i_tile, 0, i_v * BV, BT, V, BT, BV)
-            b_X = load_tokens(borders.X, (0, V, 0, 1), x_at, 0, i_v * BV, V, BT, BV)
-            b_do = load_tokens(do, s_do, at, i_hv, i_v * BV, V, BT, BV)
-            b_dq = mm(b_do, b_S, b_dq, OP, PRECISION)
-            b_da = mm(b_X, b_S, b_da, OP, PRECISION)
-            b_db = mm(b_W, b_dS, b_db, OP, PRECISION)
-            b_carried += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), axis=0)
+            b_XO = _load_reads(borders.X, do, s_do, i_tile, at, i_hv, i_v * BV, first, V, BT, BV)
+            b_reads = mm(b_XO, b_S, b_reads, OP, PRECISION)
             if TWO:
-                b_dk = mm(load_values(values, at, i_hv, i_v * BV, V, BT, BV), b_dS, b_dk, OP, PRECISION)
-            if BEFORE:
-                o_v = i_v * BV + tl.arange(0, BV)
-                b_x = tl.load(borders.X + i_tile * (BT * V) + o_v, mask=o_v < V, other=0.0).to(tl.float32)
-                b_da_first += tl.sum(b_x[:, None] * b_S.to(tl.float32), axis=0)
+                b_writes = mm(
+                    _load_writes(borders.e, values, i_tile, at, i_hv, i_v * BV, V, BT, BV),
+                    b_dS,
+                    b_writes,
+                    OP,
+                    PRECISION,
+                )
+            else:
+                b_writes = mm(load_tile(borders.e, i_tile, 0, i_v * BV, BT, V, BT, BV), b_dS, b_writes, OP, PRECISION)
+            b_carried += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), axis=0)
         b_q = load_rows(tokens.q, tokens.s_q, at, heads.k, i_k * BK, opaque_zero, K, BT, BK, NEAR)
-        b_q *= norms.q.reshape(NB, NEAR, 1)
+        if FLAGS.NORM:
+            b_q *= norms.q.reshape(NB, NEAR, 1)
         b_a = erasing_rows(tokens, early, heads, norms.early, i_k * BK, opaque_zero, RULE, SIZES, BK, NEAR)
         b_x = load_rows(gate.g, gate.s_g, at, i_hv, i_k * BK, opaque_zero, K, BT, BK, NEAR)
         b_gate = sub_chunk_gate(b_x, gate, i_hv, i_k * BK, n_rows, ACTIVATION, K)
-        b_dq_read, b_da_read, b_carried = b_dq * scale, b_da * unit, b_carried * unit
+        memory = PairMemory(pairs, near, i_tile, opaque_zero)
+        b_da, b_dq = unstack(b_reads)
+        b_da, b_dq = to_near_rows(b_da * unit, memory), to_near_rows(b_dq * scale, memory)
+        if BEFORE and outputs.a is not None:
+            # The last early row is the chunk's first token, which reads undecayed, and reads no row of the chunk.
+            o_n, o_k = tl.arange(0, NB)[:, None], (i_k * BK + tl.arange(0, BK))[None, :]
+            p_first = outputs.a + b * outputs.s_a[0] + t * outputs.s_a[1] + i_hv * outputs.s_a[2]
+            b_first = sub_chunk_row(b_da, NEAR - 1)
+            if not TWO:
+                b_first = -b_first  # a is minus the erasing row
+            p_first += o_n * 0 + o_k.to(tl.int64) * outputs.s_a[3]
+            tl.store(p_first, b_first.to(p_first.dtype.element_ty), mask=(o_n == NB - 1) & (o_k < K) & (n_rows > 0))
+        b_dq, b_da, b_over = reads_bwd(PairRows(b_q, b_a), b_gate, b_dq, b_da, b_carried * unit)
         if TWO:
-            b_dq, b_da, b_dg = tl.zeros_like(b_x), tl.zeros_like(b_x), tl.zeros_like(b_x)
+            b_db, b_dk = unstack(b_writes)
+            b_dg = sums_inside(tl.fma(b_q, b_dq, b_a * b_da), tl.zeros_like(b_q), b_over)
             # The bound hides the count, so that the compiler does not copy the body.
             for which in range(2 + opaque_zero):
-                read = 1.0 - which  # what rows read of the entering state counts once
                 if which == 0:
                     b_c = load_rows(tokens.b, tokens.s_b, at, heads.b, i_k * BK, opaque_zero, K, BT, BK, NEAR)
                 else:
                     b_c = load_rows(tokens.k, tokens.s_k, at, heads.k, i_k * BK, opaque_zero, K, BT, BK, NEAR)
                 memory = PairMemory(pairs, near, i_tile * 2 + which, opaque_zero)
-                b_write = tl.where(which == 0, b_db, b_dk) * unit
-                b_dq_more, b_da_more, b_dc, b_dg_more = channel_bwd(
-                    PairRows(b_q, b_a, b_c), b_gate, memory, b_dq_read * read, b_da_read * read, b_write,
-                    b_carried * read, OP, PRECISION,
+                none = tl.zeros_like(b_q)
+                b_dq_more, b_da_more, b_dc, b_dg_more = column_bwd(
+                    PairRows(b_q, b_a, b_c), b_gate, memory, none, none, tl.zeros_like(b_over),
+                    tl.where(which == 0, b_db, b_dk) * unit, OP, PRECISION,
                 )  # fmt: skip
                 b_dq, b_da, b_dg = b_dq + b_dq_more, b_da + b_da_more, b_dg + b_dg_more
                 if which == 0:
@@ -318,10 +337,9 @@ def wyfold_low_rank_gradients_triton(
                     store_token_sub_chunks(outputs.k, outputs.s_k, at, i_hv, i_k * BK, b_dc, opaque_zero, K)
         else:
             b_c = erased_columns(tokens, at, heads, norms, i_k * BK, opaque_zero, RULE, SIZES, BK, NEAR)
-            b_dq, b_da, b_dc, b_dg = channel_bwd(
-                PairRows(b_q, b_a, b_c), b_gate, PairMemory(pairs, near, i_tile, opaque_zero), b_dq_read, b_da_read,
-                b_db * unit, b_carried, OP, PRECISION,
-            )  # fmt: skip
+            b_dq, b_da, b_dc, b_dg = column_bwd(
+                PairRows(b_q, b_a, b_c), b_gate, memory, b_dq, b_da, b_over, b_writes * unit, OP, PRECISION
+            )
             b_dk, b_da, b_db_tokens, b_terms = keys_bwd(
                 tokens, at, heads, norms, i_k * BK, opaque_zero, b_da, b_dc, SIZES, NEAR
             )
@@ -330,13 +348,6 @@ def wyfold_low_rank_gradients_triton(
                 store_token_sub_chunks(outputs.b, outputs.s_b, at, i_hv, i_k * BK, b_db_tokens, opaque_zero, K)
             if outputs.k is not None:
                 store_token_sub_chunks(outputs.k, outputs.s_k, at, i_hv, i_k * BK, b_dk, opaque_zero, K)
-        if BEFORE and outputs.a is not None:
-            # The chunk's first token, whose row is none of the early ones.
-            o_k = i_k * BK + tl.arange(0, BK)
-            p_first = outputs.a + b * outputs.s_a[0] + t * outputs.s_a[1] + i_hv * outputs.s_a[2]
-            b_da_first = b_da_first * (unit if TWO else -unit)  # of the row itself, or of the key it is minus
-            b_da_first = b_da_first.to(outputs.a.dtype.element_ty)
-            tl.store(p_first + o_k.to(tl.int64) * outputs.s_a[3], b_da_first, mask=(o_k < K) & (n_rows > 0))
         if outputs.q is not None:
             store_token_sub_chunks(outputs.q, outputs.s_q, at, i_hv, i_k * BK, b_dq, opaque_zero, K)
         if outputs.a is not None:
@@ -347,6 +358,44 @@ def wyfold_low_rank_gradients_triton(
         store_token_scalars(outputs.beta, outputs.s_beta, at, i_hv, b_dbeta.reshape(BT), BT)
 
 
+@triton.jit
+def _load_reads(
+    p_X, p_do, s_do, i_tile, at, h, column, first: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr
+):
+    """Rows of X from row `first` on, then the rows before it, then the rows of do.   [2 BT, BV]"""
+    o_x, o_v = (tl.arange(0, 2 * BT) + first) % BT, column + tl.arange(0, BV)
+    top = tl.arange(0, 2 * BT) < BT
+    p = p_X + i_tile.to(tl.int64) * (BT * V) + (o_x * V)[:, None] + o_v[None, :]
+    b_X = tl.load(p, mask=top[:, None] & (o_v < V)[None, :], other=0.0)
+    return _load_below(p_do, s_do, at, h, column, b_X, V, BT, BV)
+
+
+@triton.jit
+def _load_writes(p_W, values, i_tile, at, h, column, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr):
+    """The rows of W, then those of the written values.   [2 BT, BV]"""
+    if values.w is None:
+        o_r, o_v = tl.arange(0, 2 * BT), column + tl.arange(0, BV)
+        p = p_W + i_tile.to(tl.int64) * (BT * V) + (o_r % BT * V)[:, None] + o_v[None, :]
+        b_W = tl.load(p, mask=(o_r < BT)[:, None] & (o_v < V)[None, :], other=0.0)
+        return _load_below(values.v, values.s_v, at, h, column, b_W, V, BT, BV)
+    else:
+        b_W = load_tile(p_W, i_tile, 0, column, BT, V, BT, BV).to(tl.float32)
+        return stack(b_W, load_values(values, at, h, column, V, BT, BV))
+
+
+@triton.jit
+def _load_below(p, s, at, h, column, b_x, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr):
+    """Load token rows into the lower half of b_x, which is zero there.   [2 BT, BV]"""
+    o_r, o_v = tl.arange(0, 2 * BT) % BT, column + tl.arange(0, BV)
+    p_first = p + at.b * s[0] + at.t * s[1] + h * s[2]
+    p_x = p_first + o_r.to(tl.int64)[:, None] * s[1] + o_v.to(tl.int64)[None, :] * s[3]
+    mask = ((tl.arange(0, 2 * BT) >= BT) & (o_r < at.rows))[:, None] & (o_v < V)[None, :]
+    if b_x.dtype == p.dtype.element_ty:
+        return tl.load(p_x, mask=mask, other=b_x)
+    else:
+        return b_x.to(tl.float32) + tl.load(p_x, mask=mask, other=0.0).to(tl.float32)
+
+
 class Factors(NamedTuple):
     """Numbers inside the kernel: scale of the output, and unit of X."""
 
@@ -355,43 +404,47 @@ class Factors(NamedTuple):
 
 
 @triton.jit
-def _pair_gradients(
-    values, do, s_do, borders, memory, at, x_at, i_hv, factors, SIZES: tl.constexpr, FLAGS: tl.constexpr
-):
-    """Store the gradients of a chunk's grams, as `channel_bwd` loads them: with b, and with k if it is another."""
+def _pair_gradients(values, do, s_do, borders, memory, at, i_hv, factors, SIZES: tl.constexpr, FLAGS: tl.constexpr):
+    """Store the gradients of a chunk's grams, as `column_bwd` loads them: with b, and with k if it is another."""
     V: tl.constexpr = SIZES.V
     BT: tl.constexpr = SIZES.BT
     BV: tl.constexpr = SIZES.BV
+    TWO: tl.constexpr = FLAGS.RULE == "given"
     BEFORE: tl.constexpr = FLAGS.RULE != "keys"
-    COLUMNS: tl.constexpr = 2 if FLAGS.RULE == "given" else 1
+    first: tl.constexpr = 1 if BEFORE else 0
+    COLUMNS: tl.constexpr = 2 if TWO else 1
     OP: tl.constexpr = FLAGS.OP
     PRECISION: tl.constexpr = FLAGS.PRECISION
     i_tile = memory.i_tile
+    b_with_b, b_with_k = tl.zeros((2 * BT, BT), tl.float32), tl.zeros((2 * BT, BT), tl.float32)
+    for i_v in range((V + BV - 1) // BV):
+        b_XO = _load_reads(borders.X, do, s_do, i_tile, at, i_hv, i_v * BV, first, V, BT, BV)
+        b_W = load_tile(borders.e, i_tile, 0, i_v * BV, BT, V, BT, BV)
+        b_with_b = mm(b_XO, tl.trans(b_W), b_with_b, OP, PRECISION)
+        if TWO:
+            b_v = load_values(values, at, i_hv, i_v * BV, V, BT, BV)
+            b_with_k = mm(b_XO, tl.trans(b_v), b_with_k, OP, PRECISION)
+    _store_pairs(memory, i_tile * COLUMNS, b_with_b, factors, BT, BEFORE)
+    if TWO:
+        _store_pairs(memory, i_tile * COLUMNS + 1, b_with_k, factors, BT, BEFORE)
+
+
+@triton.jit
+def _store_pairs(memory, i_pair, b_dgrams, factors, BT: tl.constexpr, BEFORE: tl.constexpr):
+    """Store the gradients of the grams of the erasing rows and of the queries, [2 BT, BT], with one kind of columns."""
     o_r, o_s = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
-    for which in tl.static_range(COLUMNS):
-        b_dJ, b_dP = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
-        b_dJT, b_dPT = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
-        for i_v in range((V + BV - 1) // BV):
-            b_X = load_tokens(borders.X, (0, V, 0, 1), x_at, 0, i_v * BV, V, BT, BV)
-            b_do = load_tokens(do, s_do, at, i_hv, i_v * BV, V, BT, BV)
-            if which == 0:
-                b_W = load_tile(borders.e, i_tile, 0, i_v * BV, BT, V, BT, BV)
-            else:
-                b_W = load_values(values, at, i_hv, i_v * BV, V, BT, BV)
-            b_dJ = mm(b_X, tl.trans(b_W), b_dJ, OP, PRECISION)
-            b_dP = mm(b_do, tl.trans(b_W), b_dP, OP, PRECISION)
-            b_dJT = mm(b_W, tl.trans(b_X), b_dJT, OP, PRECISION)
-            b_dPT = mm(b_W, tl.trans(b_do), b_dPT, OP, PRECISION)
-        b_dJ, b_dJT, b_dP = b_dJ * factors.unit, b_dJT * factors.unit, b_dP * factors.scale
-        b_dPT = tl.where(o_r <= o_s, b_dPT * factors.scale, 0.0)
-        if not BEFORE:
-            b_dJT = tl.where(o_r < o_s, b_dJT, 0.0)  # rows read before their own write
-        i_pair = i_tile * COLUMNS + which
-        store_near_pairs(memory.near, i_pair, 0, b_dPT, BT)
-        store_near_pairs(memory.near, i_pair, 1, b_dJT, BT)
-        store_tile(memory.pairs, i_pair * 3, 0, 0, tl.where(o_r < o_s, b_dJT, b_dJ), BT, BT, BT, BT)
-        store_tile(memory.pairs, i_pair * 3 + 1, 0, 0, b_dP, BT, BT, BT, BT)
-        store_tile(memory.pairs, i_pair * 3 + 2, 0, 0, b_dPT, BT, BT, BT, BT)
+    b_dJ, b_dP = unstack(b_dgrams)
+    b_dJ, b_dP = b_dJ * factors.unit, b_dP * factors.scale
+    if BEFORE:
+        b_dJ = tl.where(o_r == BT - 1, 0.0, b_dJ)  # the chunk's first row, which reads no row of the chunk
+    b_dJT, b_dPT = tl.trans(b_dJ), tl.where(o_r <= o_s, tl.trans(b_dP), 0.0)
+    if not BEFORE:
+        b_dJT = tl.where(o_r < o_s, b_dJT, 0.0)  # rows read before their own write
+    store_near_pairs(memory.near, i_pair, 0, b_dPT, BT)
+    store_near_pairs(memory.near, i_pair, 1, b_dJT, BT)
+    store_tile(memory.pairs, i_pair * 3, 0, 0, tl.where(o_r < o_s, b_dJT, b_dJ), BT, BT, BT, BT)
+    store_tile(memory.pairs, i_pair * 3 + 1, 0, 0, b_dP, BT, BT, BT, BT)
+    store_tile(memory.pairs, i_pair * 3 + 2, 0, 0, b_dPT, BT, BT, BT, BT)
 
 
 @triton.jit

@@ -29,21 +29,35 @@ from wyfold.tile.columns.triton import (
     RuleRows,
     early_rows,
     erased_columns,
+    erasing_row,
     erasing_rows,
     load_rows,
+    scale_rows,
 )
-from wyfold.tile.decay.channel.triton import (
-    add_channel_grams,
-    load_sub_chunk_gate,
-    sub_chunk_sums,
-    sums_after,
-    sums_between,
+from wyfold.tile.decay.channel.triton import gram_operand
+from wyfold.tile.decay.channel.triton.anchors import (
+    anchored,
+    chunk_anchors,
+    chunk_rest,
+    chunk_total,
+    load_chunk_sums,
+    since_anchor,
+    to_loaded_layout,
 )
 from wyfold.tile.decay.triton import FLOOR, Gate, as_channels
-from wyfold.tile.dot.triton import NARROWEST, contracts, exact, mm_exact, operand, precision, workspace
-from wyfold.tile.index.triton import Packing, TokenRows, chunk_span, store_tile, store_tokens, store_upper, strides
+from wyfold.tile.dot.triton import contracts, exact, mm, mm_exact, operand, precision, workspace
+from wyfold.tile.index.triton import (
+    Packing,
+    TokenRows,
+    chunk_span,
+    stack,
+    store_tile,
+    store_tokens,
+    store_upper,
+    strides,
+    unstack,
+)
 from wyfold.tile.index.triton.strength import Strength, load_strength
-from wyfold.tile.index.triton.sub_chunks import store_sub_chunks, store_token_sub_chunks
 from wyfold.tile.inverse.triton import inverse_transposed
 
 
@@ -77,8 +91,9 @@ def prepare(
             if x is not None:
                 x.zero_()
     config = tuned("low_rank_prepare.triton", launch_key(rows.q.dtype, K, V, C), rows.q.device)
-    warps = max(1, config.warps * C // 32)
-    BK, BE = min(whole, config.blocks["BK"]), min(max(whole, NARROWEST), config.blocks["BE"])
+    BK, BE = min(whole, config.blocks["BK"]), min(whole, config.blocks["BE"])
+    # A thread holds all rows of its columns, one in the grams.
+    warps = config.warps
     launch_kernel(
         wyfold_low_rank_prepare_triton,
         tiles,
@@ -108,7 +123,6 @@ def prepare(
             PRECISION=precision(rows.q.dtype),
             EXACT=exact(rows.q.dtype),
         ),
-        # The row's warps are those of a chunk of 32.
         **{**config.options(contract=contracts(rows.q.dtype)), "num_warps": warps},
     )  # fmt: skip
     return found
@@ -238,7 +252,6 @@ def wyfold_low_rank_prepare_triton(
     OP: tl.constexpr = FLAGS.OP
     PRECISION: tl.constexpr = FLAGS.PRECISION
     EXACT: tl.constexpr = FLAGS.EXACT
-    NB: tl.constexpr = BT // 16
     i_tile = tl.program_id(0).to(tl.int64)
     i_c, i_hv = i_tile // HV, i_tile % HV
     heads = RowHeads(i_hv // (HV // SIZES.H), i_hv // (HV // SIZES.HB))
@@ -249,74 +262,101 @@ def wyfold_low_rank_prepare_triton(
             if clear:
                 store_tokens(o, s_o, at, i_hv, 0, tl.zeros((BT, BV), tl.float32), SIZES.V)
             return
-    # A 0 that the compiler cannot fold, for addresses in sub-chunks.
+    # A 0 that the compiler cannot fold: it hides the alignment of tiles whose rows a thread is to hold.
     opaque_zero = tl.minimum(T, 0)
     early = early_rows(at, BEFORE)
     norms = row_factors(tokens, at, heads, strength, i_hv, SIZES, FLAGS.NORM, BEFORE)
-    b_qb, b_qk, b_ab, b_ak = _diagonals(tokens, at, early, heads, norms, SIZES, RULE)
-
-    b_AbT, b_PbT = tl.zeros((NB, BT, 16), tl.float32), tl.zeros((NB, BT, 16), tl.float32)
-    b_AkT, b_PkT = tl.zeros((NB, BT, 16), tl.float32), tl.zeros((NB, BT, 16), tl.float32)
+    # Rows of the grams are the erasing rows, then the queries: with 64, Hopper's matrix unit reads shared memory.
+    b_APb, b_APk = tl.zeros((2 * BT, BT), tl.float32), tl.zeros((2 * BT, BT), tl.float32)
     for column in tl.range(0, K, BK, num_stages=STAGES):
-        b_q = load_rows(tokens.q, tokens.s_q, at, heads.k, column, opaque_zero, K, BT, BK, 16)
-        b_q *= norms.q.reshape(NB, 16, 1)
-        b_a = erasing_rows(tokens, early, heads, norms.early, column, opaque_zero, RULE, SIZES, BK, 16)
-        b_c = erased_columns(tokens, at, heads, norms, column, opaque_zero, RULE, SIZES, BK, 16)
-        b_P, b_first, b_rest = sub_chunk_sums(
-            load_sub_chunk_gate(gate, at, i_hv, column, opaque_zero, ACTIVATION, K, BT, BK)
-        )
-        b_between = sums_between(b_first, b_rest, NB)
-        b_AbT, b_PbT, b_qf, b_af = add_channel_grams(b_AbT, b_PbT, b_q, b_a, b_c, b_P, b_rest, b_between, OP, PRECISION)
-        if TWO:
-            b_c = load_rows(tokens.k, tokens.s_k, at, heads.k, column, opaque_zero, K, BT, BK, 16)
-            b_AkT, b_PkT, b_qf, b_af = add_channel_grams(
-                b_AkT, b_PkT, b_q, b_a, b_c, b_P, b_rest, b_between, OP, PRECISION
-            )
-        b_start = b_first + tl.sum(tl.where(tl.arange(0, NB)[:, None, None] == 0, b_between, 0.0), axis=0)
-        b_in = tl.exp2(b_start)[:, None]
-        store_sub_chunks(factors.q, i_tile, column, b_qf * b_in, opaque_zero, K, BT, BK)
+        sums = load_chunk_sums(gate, at, i_hv, column, opaque_zero, ACTIVATION, K, BT, BK, OP)
+        b_p = to_loaded_layout(since_anchor(sums, 0), factors.total, opaque_zero)
+        b_row, b_column = anchored(b_p, 0, PRECISION)
+        b_q = scale_rows(load_rows(tokens.q, tokens.s_q, at, heads.k, column, 0, K, BT, BK, 0), norms.q) * b_row
+        b_a = erasing_rows(tokens, early, heads, norms.early, column, 0, RULE, SIZES, BK, 0) * b_row
+        store_tile(factors.q, i_tile, 0, column, b_q, BT, K, BT, BK)
         if BEFORE:
             # A row later, where the row belongs; the chunk's first is undecayed.
             place = TokenRows(i_tile * 0, i_tile * BT + 1, BT - 1)
-            store_token_sub_chunks(factors.rows, (0, K, 0, 1), place, 0, column, b_af * b_in, opaque_zero, K)
+            store_tokens(factors.rows, (0, K, 0, 1), place, 0, column, b_a, K)
+            b_first = erasing_row(tokens, at, heads, norms.a, column, RULE, K, BK)
             o_k = column + tl.arange(0, BK)
-            first = TokenRows(b, t, tl.minimum(rows, 1), T)
-            b_a = erasing_rows(tokens, first, heads, norms.a, column, opaque_zero, RULE, SIZES, BK, 16)
-            b_a = tl.sum(tl.sum(b_a, axis=1), axis=0)  # all other rows are zero
-            tl.store(factors.rows + i_tile * (BT * K) + o_k, b_a.to(factors.rows.dtype.element_ty), mask=o_k < K)
+            tl.store(factors.rows + i_tile * (BT * K) + o_k, b_first.to(factors.rows.dtype.element_ty), mask=o_k < K)
         else:
-            store_sub_chunks(factors.rows, i_tile, column, b_af * b_in, opaque_zero, K, BT, BK)
-        o_n, o_k = tl.arange(0, NB)[:, None], column + tl.arange(0, BK)[None, :]
-        last = (o_n == NB - 1) & (o_k < K)
-        tl.store(factors.total + i_tile * K + (o_k + 0 * o_n), tl.exp2(b_start + b_rest), mask=last)
+            store_tile(factors.rows, i_tile, 0, column, b_a, BT, K, BT, BK)
+        o_k = column + tl.arange(0, BK)[None, :]
+        tl.store(factors.total + i_tile * K + o_k, tl.exp2(chunk_total(sums)), mask=o_k < K)
+        b_rows = stack(b_a, b_q)
+        b_c = erased_columns(tokens, at, heads, norms, column, 0, RULE, SIZES, BK, 0) * b_column
+        b_APb = _add_grams(b_APb, b_rows, b_c, OP, PRECISION)
+        if TWO:
+            b_c = load_rows(tokens.k, tokens.s_k, at, heads.k, column, 0, K, BT, BK, 0) * b_column
+            b_APk = _add_grams(b_APk, b_rows, b_c, OP, PRECISION)
+        # Everything is loaded again, so that the common case keeps nothing in registers for it. The added zero keeps
+        # the loads inside the loop.
+        for anchor in range(1, chunk_anchors(sums)):
+            again = column + anchor * opaque_zero
+            far = load_chunk_sums(gate, at, i_hv, again, opaque_zero, ACTIVATION, K, BT, BK, OP)
+            b_p = to_loaded_layout(since_anchor(far, anchor), factors.total, opaque_zero)
+            b_row, b_column = anchored(b_p, anchor, PRECISION)
+            b_q = scale_rows(load_rows(tokens.q, tokens.s_q, at, heads.k, again, 0, K, BT, BK, 0), norms.q) * b_row
+            b_a = erasing_rows(tokens, early, heads, norms.early, again, 0, RULE, SIZES, BK, 0) * b_row
+            b_rows = stack(b_a, b_q)
+            b_c = erased_columns(tokens, at, heads, norms, again, 0, RULE, SIZES, BK, 0) * b_column
+            b_APb = _add_grams(b_APb, b_rows, b_c, OP, PRECISION)
+            if TWO:
+                b_c = load_rows(tokens.k, tokens.s_k, at, heads.k, again, 0, K, BT, BK, 0) * b_column
+                b_APk = _add_grams(b_APk, b_rows, b_c, OP, PRECISION)
 
-    b_LT = -_erasing_gram(b_AbT, b_ab, BEFORE)
-    b_PbT = _query_gram(b_PbT, b_qb)
+    o_r, o_s = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    b_L, b_P = unstack(b_APb)
+    b_L = -_erasing_gram(b_L, BEFORE)
+    b_PbT = tl.trans(tl.where(o_s <= o_r, b_P, 0.0))
     # Only substitution reads the first, no tile product.
-    b_AT = inverse_transposed(tl.trans(b_LT), b_LT, BT, EXACT, SIZES.WARPS)
-    b_FT = mm_exact(b_AT, b_PbT, None, EXACT)
-    store_upper(factors.F, i_tile, b_FT, BT)
+    b_AT = inverse_transposed(b_L, tl.trans(b_L), BT, EXACT, SIZES.WARPS)
+    store_upper(factors.F, i_tile, mm_exact(b_AT, b_PbT, None, EXACT), BT)
     if backward:
         store_upper(factors.A, i_tile, b_AT, BT)
-    b_AkT2 = b_FT
+    b_rows = b_AT
     if TWO:
-        b_AkT2 = _erasing_gram(b_AkT, b_ak, BEFORE)
-        store_upper(factors.P, i_tile, mm_exact(b_AkT2, b_FT, _query_gram(b_PkT, b_qk), EXACT), BT)
+        b_J, b_P = unstack(b_APk)
+        b_RT = mm_exact(tl.trans(_erasing_gram(b_J, BEFORE)), b_AT, None, EXACT)
+        b_PkT = tl.trans(tl.where(o_s <= o_r, b_P, 0.0))
+        store_upper(factors.P, i_tile, mm_exact(b_RT, b_PbT, b_PkT, EXACT), BT)
         if backward:
-            store_upper(factors.R, i_tile, mm_exact(b_AkT2, b_AT, None, EXACT), BT)
+            store_upper(factors.R, i_tile, b_RT, BT)
+        b_rows = stack(b_AT, b_RT)
 
     for column in tl.range(0, K, BE, num_stages=STAGES):
-        b_P, b_first, b_rest = sub_chunk_sums(
-            load_sub_chunk_gate(gate, at, i_hv, column, opaque_zero, ACTIVATION, K, BT, BE)
-        )
-        b_out = tl.exp2((b_rest + sums_after(b_first + b_rest, NB))[:, None] - b_P)
-        b_c = erased_columns(tokens, at, heads, norms, column, opaque_zero, RULE, SIZES, BE, 16)
-        b_E = mm_exact(b_AT, (b_c * b_out).reshape(BT, BE), None, EXACT)
-        store_tile(factors.E, i_tile, 0, column, b_E, BT, K, BT, BE)
+        sums = load_chunk_sums(gate, at, i_hv, column, opaque_zero, ACTIVATION, K, BT, BE, OP)
+        b_out = tl.exp2(to_loaded_layout(chunk_rest(sums), factors.total, opaque_zero))
+        b_c = erased_columns(tokens, at, heads, norms, column, 0, RULE, SIZES, BE, 0) * b_out
+        b_E = mm_exact(b_rows, b_c, None, EXACT)
         if TWO:
-            b_c = load_rows(tokens.k, tokens.s_k, at, heads.k, column, opaque_zero, K, BT, BE, 16)
-            b_K = mm_exact(b_AkT2, b_E, (b_c * b_out).reshape(BT, BE), EXACT)
-            store_tile(factors.K, i_tile, 0, column, b_K, BT, K, BT, BE)
+            b_k = load_rows(tokens.k, tokens.s_k, at, heads.k, column, 0, K, BT, BE, 0) * b_out
+            b_E, b_K = unstack(b_E)
+            store_tile(factors.K, i_tile, 0, column, b_K + b_k, BT, K, BT, BE)
+        store_tile(factors.E, i_tile, 0, column, b_E, BT, K, BT, BE)
+
+
+@triton.jit
+def _add_grams(b_gram, b_rows, b_c, OP: tl.constexpr, PRECISION: tl.constexpr):
+    """Add some channels to the grams of rows with columns, given with their factors.   [2 BT, BT], [r, s]"""
+    b_rows, b_c = gram_operand(b_rows, OP, PRECISION), gram_operand(b_c, OP, PRECISION)
+    return mm(b_rows, tl.trans(b_c), b_gram, tl.float32, PRECISION)
+
+
+@triton.jit
+def _erasing_gram(b_A, BEFORE: tl.constexpr):
+    """Gram of the erasing rows, strictly lower.   [BT, BT]
+
+    Rows that were loaded one token early are moved to their place.
+    """
+    BT: tl.constexpr = b_A.shape[0]
+    o_r, o_s = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    if BEFORE:
+        b_A = tl.gather(b_A, tl.broadcast_to(tl.maximum(o_r - 1, 0), (BT, BT)), 0)
+    return tl.where(o_s < o_r, b_A, 0.0)
 
 
 @triton.jit
@@ -345,53 +385,5 @@ def _reciprocal_norms(p, s, at, h, SIZES: tl.constexpr):
     b_xx = tl.zeros((BT,), tl.float32)
     for column in range(0, SIZES.K, 64):
         b_x = load_rows(p, s, at, h, column, 0, SIZES.K, BT, 64, 0)
-        b_xx += tl.sum(tl.sum(b_x * b_x, axis=2), axis=0)
+        b_xx += tl.sum(b_x * b_x, axis=1)
     return tl.rsqrt(b_xx + 1e-6)
-
-
-@triton.jit
-def _diagonals(tokens, at, early, heads, norms, SIZES: tl.constexpr, RULE: tl.constexpr):
-    """Products of rows with columns of the same row: q b, q k, a b and a k, the last two for rows a token early.
-
-    4 x [BT]. Without a second column the products with k are zeros, and with "keys" a b too, which it does not need.
-    """
-    BT: tl.constexpr = SIZES.BT
-    b_qb, b_qk = tl.zeros((BT,), tl.float32), tl.zeros((BT,), tl.float32)
-    b_ab, b_ak = tl.zeros((BT,), tl.float32), tl.zeros((BT,), tl.float32)
-    for column in range(0, SIZES.K, 64):
-        b_q = load_rows(tokens.q, tokens.s_q, at, heads.k, column, 0, SIZES.K, BT, 64, 0) * norms.q[None, :, None]
-        b_b = erased_columns(tokens, at, heads, norms, column, 0, RULE, SIZES, 64, 0)
-        b_qb += tl.sum(tl.sum(b_q * b_b, axis=2), axis=0)
-        if RULE != "keys":
-            b_a = erasing_rows(tokens, early, heads, norms.early, column, 0, RULE, SIZES, 64, 0)
-            b_ab += tl.sum(tl.sum(b_a * b_b, axis=2), axis=0)
-            if RULE == "given":
-                b_k = load_rows(tokens.k, tokens.s_k, at, heads.k, column, 0, SIZES.K, BT, 64, 0)
-                b_qk += tl.sum(tl.sum(b_q * b_k, axis=2), axis=0)
-                b_ak += tl.sum(tl.sum(b_a * b_k, axis=2), axis=0)
-    return b_qb, b_qk, b_ab, b_ak
-
-
-@triton.jit
-def _query_gram(b_PT, b_diagonal):
-    """Transposed gram of the queries from `add_channel_grams`, with its diagonal.   [NB, BT, 16] -> [BT, BT]"""
-    BT: tl.constexpr = b_PT.shape[1]
-    o_s, o_r = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
-    b_PT = b_PT.permute(1, 0, 2).reshape(BT, BT)
-    return tl.where(o_s < o_r, b_PT, tl.where(o_s == o_r, b_diagonal[None, :], 0.0))
-
-
-@triton.jit
-def _erasing_gram(b_AT, b_diagonal, BEFORE: tl.constexpr):
-    """Transposed gram of the erasing rows, strictly upper, from `add_channel_grams`.   [NB, BT, 16] -> [BT, BT]
-
-    Rows that were loaded one token early are moved to their place.
-    """
-    BT: tl.constexpr = b_AT.shape[1]
-    o_s, o_r = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
-    if BEFORE:
-        b_AT = _query_gram(b_AT, b_diagonal)
-        b_AT = tl.gather(b_AT, tl.broadcast_to(tl.maximum(o_r - 1, 0), (BT, BT)), 1)
-    else:
-        b_AT = b_AT.permute(1, 0, 2).reshape(BT, BT)
-    return tl.where(o_s < o_r, b_AT, 0.0)

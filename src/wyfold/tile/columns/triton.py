@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from wyfold.tile.index.triton import TokenRows, load_tokens
+from wyfold.tile.index.triton import TokenRows, load_token_row, load_tokens
 from wyfold.tile.index.triton.sub_chunks import load_sub_chunks
 
 
@@ -100,11 +100,20 @@ def early_rows(at, BEFORE: tl.constexpr):
 def load_rows(
     p, strides, at, h, column, opaque_zero, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr
 ):
-    """Load token rows as float32: in sub-chunks of BR rows, [BT / BR, BR, BK], or with BR 0 as [1, BT, BK]."""
+    """Load token rows as float32: in sub-chunks of BR rows, [BT / BR, BR, BK], or with BR 0 as a tile [BT, BK]."""
     if BR == 0:
-        return load_tokens(p, strides, at, h, column, K, BT, BK).to(tl.float32)[None]
+        return load_tokens(p, strides, at, h, column, K, BT, BK).to(tl.float32)
     else:
         return load_sub_chunks(p, strides, at, h, column, opaque_zero, K, BT, BK, BR).to(tl.float32)
+
+
+@triton.jit
+def scale_rows(b_x, b_factor):
+    """Multiply rows in either shape of `load_rows` by factors [BT]."""
+    if len(b_x.shape) == 2:
+        return b_x * b_factor[:, None]
+    else:
+        return b_x * b_factor.reshape(b_x.shape[0], b_x.shape[1], 1)
 
 
 @triton.jit
@@ -128,13 +137,31 @@ def erasing_rows(
     else:
         b_x = load_rows(rows.a, rows.s_a, at, heads.k, column, opaque_zero, K, BT, BK, BR)
     if b_ra is not None:
-        b_x *= b_ra.reshape(b_x.shape[0], b_x.shape[1], 1)
+        b_x = scale_rows(b_x, b_ra)
     if RULE == "given":
         return b_x
     elif rows.b is None:
         return -b_x
     else:
         return -(b_x * load_rows(rows.b, rows.s_b, at, heads.b, column, opaque_zero, K, BT, BK, BR))
+
+
+@triton.jit
+def erasing_row(rows, at, heads, b_ra, column, RULE: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """The erasing row of a chunk's first token.   [BK]"""
+    there = at.rows > 0
+    if rows.a is None:
+        b_x = load_token_row(rows.k, rows.s_k, at.b, at.t, heads.k, column, there, K, BK).to(tl.float32)
+    else:
+        b_x = load_token_row(rows.a, rows.s_a, at.b, at.t, heads.k, column, there, K, BK).to(tl.float32)
+    if b_ra is not None:
+        b_x *= tl.sum(tl.where(tl.arange(0, b_ra.shape[0]) == 0, b_ra, 0.0), axis=0)
+    if RULE == "given":
+        return b_x
+    elif rows.b is None:
+        return -b_x
+    else:
+        return -(b_x * load_token_row(rows.b, rows.s_b, at.b, at.t, heads.b, column, there, K, BK).to(tl.float32))
 
 
 @triton.jit
@@ -155,7 +182,7 @@ def erased_columns(
     BT: tl.constexpr = SIZES.BT
     if RULE != "given":
         b_x = load_rows(rows.k, rows.s_k, at, heads.k, column, opaque_zero, K, BT, BK, BR)
-        return b_x * (factors.k * factors.beta).reshape(b_x.shape[0], b_x.shape[1], 1)
+        return scale_rows(b_x, factors.k * factors.beta)
     else:
         return load_rows(rows.b, rows.s_b, at, heads.b, column, opaque_zero, K, BT, BK, BR)
 

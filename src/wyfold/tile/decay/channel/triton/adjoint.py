@@ -100,21 +100,47 @@ def channel_bwd(rows, b_g, memory, b_dq, b_dk, b_dc_write, b_carried, OP: tl.con
         dq, dk of the normalised rows, that of the columns if they are not k, and dg of the per-token log gate in
         interval form: [NB, NEAR, BK] each.
     """
-    b_q, b_k, b_c = rows.q, rows.k, rows.k if rows.c is None else rows.c
+    b_dq, b_dk = to_near_rows(b_dq, memory), to_near_rows(b_dk, memory)
+    b_dq, b_dk, b_over = reads_bwd(rows, b_g, b_dq, b_dk, b_carried)
+    return column_bwd(rows, b_g, memory, b_dq, b_dk, b_over, b_dc_write, OP, PRECISION)
+
+
+@triton.jit
+def reads_bwd(rows, b_g, b_dq, b_dk, b_carried):
+    """The terms of the entering state in `channel_bwd`.
+
+    Args:
+        rows: `PairRows`; their columns are not used.
+        b_g, b_carried: As of `channel_bwd`.
+        b_dq, b_dk: [NB, NEAR, BK] gradients of the rows decayed from the start.
+
+    Returns:
+        dq and dk, [NB, NEAR, BK], and dg of the intervals that span a sub-chunk, [NB, BK].
+    """
     NB: tl.constexpr = b_g.shape[0]
     i_n = tl.arange(0, NB)
     start, end = i_n * 0, i_n * 0 + NB
+    b_first = sub_chunk_row(b_g, 0)
+    b_sum = b_first + tl.sum(tl.where(tl.arange(0, NEAR)[None, :, None] == 0, 0.0, b_g), axis=1)
+    b_before, b_after = sum_over(b_sum, start, i_n, NB), sum_over(b_sum, i_n + 1, end, NB)
+    b_decay = decays_since(tl.exp2(b_before + b_first), tl.exp2(b_g))
+    b_dq, b_dk = b_dq * b_decay, b_dk * b_decay
+    b_over = b_carried[None, :] * tl.exp2(b_before + b_sum + b_after)
+    return b_dq, b_dk, b_over + sum_over(tl.sum(tl.fma(rows.q, b_dq, rows.k * b_dk), axis=1), i_n + 1, end, NB)
+
+
+@triton.jit
+def column_bwd(rows, b_g, memory, b_dq, b_dk, b_over, b_dc_write, OP: tl.constexpr, PRECISION: tl.constexpr):
+    """The terms of the columns in `channel_bwd`, added to those of the entering state, `reads_bwd`."""
+    b_q, b_k, b_c = rows.q, rows.k, rows.k if rows.c is None else rows.c
+    NB: tl.constexpr = b_g.shape[0]
+    i_n = tl.arange(0, NB)
     b_a = tl.exp2(b_g)
     b_first = sub_chunk_row(b_g, 0)
     b_rest = tl.sum(tl.where(tl.arange(0, NEAR)[None, :, None] == 0, 0.0, b_g), axis=1)
-    b_sum = b_first + b_rest
-    b_before, b_after = sum_over(b_sum, start, i_n, NB), sum_over(b_sum, i_n + 1, end, NB)
-    b_decay = decays_since(tl.exp2(b_before + b_first), b_a)
-    b_dq, b_dk = _to_near_rows(b_dq, memory) * b_decay, _to_near_rows(b_dk, memory) * b_decay
-    b_dkc = _to_near_rows(b_dc_write, memory) * decays_until(tl.exp2(b_after), b_a)
-    b_over = b_carried[None, :] * tl.exp2(b_before + b_sum + b_after)
-    b_over += sum_over(tl.sum(tl.fma(b_q, b_dq, b_k * b_dk), axis=1), i_n + 1, end, NB)
-    b_over += sum_over(tl.sum(b_c * b_dkc, axis=1), start, i_n, NB)
+    b_after = sum_over(b_first + b_rest, i_n + 1, i_n * 0 + NB, NB)
+    b_dkc = to_near_rows(b_dc_write, memory) * decays_until(tl.exp2(b_after), b_a)
+    b_over += sum_over(tl.sum(b_c * b_dkc, axis=1), i_n * 0, i_n, NB)
     for level in tl.static_range(3):
         if NB >> (level + 1) > 0:
             b_dq, b_dk, b_dkc, b_over = add_half_pairs(
@@ -133,7 +159,7 @@ def channel_bwd(rows, b_g, memory, b_dq, b_dk, b_dc_write, b_carried, OP: tl.con
 
 
 @triton.jit
-def _to_near_rows(x, memory):
+def to_near_rows(x, memory):
     """`to_sub_chunks` in sub-chunks of NEAR rows.   [BT, BK] -> [NB, NEAR, BK]"""
     return to_sub_chunks(x, memory.near, memory.opaque_zero, x.shape[0], x.shape[1], NEAR)
 
@@ -172,8 +198,8 @@ def add_half_pairs(memory, rows, sums, H: tl.constexpr, OP: tl.constexpr, PRECIS
     b_dkh = mm(load_half_pairs(memory.pairs, memory.i_tile, 0, H, NB), b_kd, None, OP, PRECISION)
     # A separate product, subtracted below: chained into one accumulator, its layout suits eight warps badly.
     b_dkp = mm(load_half_pairs(memory.pairs, memory.i_tile, 2, H, NB), b_qd, None, OP, PRECISION)
-    b_dqh = _to_near_rows(b_dqh, memory) * b_decay
-    b_dkh = _to_near_rows(b_dkh - b_dkp, memory) * b_decay
+    b_dqh = to_near_rows(b_dqh, memory) * b_decay
+    b_dkh = to_near_rows(b_dkh - b_dkp, memory) * b_decay
     b_over = sums.over
     if H > 1:
         b_products = tl.sum(tl.fma(rows.q, b_dqh, b_k * b_dkh), axis=1)
