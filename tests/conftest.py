@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
         deadline=None,  # no test has a time limit
         database=None,  # a failure is added as a named case instead
         derandomize=draws is None,
-        max_examples=draws or 25,
+        max_examples=draws or 15,
         print_blob=True,
         suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
     )

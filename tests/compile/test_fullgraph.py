@@ -11,7 +11,7 @@ from wyfold.reference.shapes import Shape
 
 RULES = ("delta_rule", "gated_delta_rule", "kda")
 FORMS = ("chunk", "fused_recurrent")
-LENGTHS = (64, 16, 17, 33, 48, 50, 100, 31, 75, 128)
+LENGTHS = (64, 16, 17, 50, 100, 31)
 
 
 @pytest.fixture(autouse=True)
@@ -28,19 +28,17 @@ def call(rule: str, T: int, packed: bool) -> dict:
     return a | ({"cu_seqlens": torch.tensor([0, 5, 5, T])} if packed else {})
 
 
-# Every rule, both forms, dense and packed: a fraction of all combinations, in which no two differ in one factor only.
+# Every rule, both forms, dense and packed.
 CASES = [
     ("delta_rule", "chunk", False),
-    ("gated_delta_rule", "chunk", False),
-    ("kda", "chunk", True),
-    ("kda", "fused_recurrent", False),
     ("gated_delta_rule", "fused_recurrent", True),
+    ("kda", "chunk", True),
 ]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("rule, form, packed", CASES)
-def test_ten_lengths_forward_and_backward(rule: str, form: str, packed: bool, results):
+def test_lengths_forward_and_backward(rule: str, form: str, packed: bool, results):
     """Packed cases also without gradients."""
     op = getattr(wyfold, f"{form}_{rule}")
     for mode, wrt in (("training", None), ("inference", ()))[: 1 + packed]:

@@ -53,7 +53,7 @@ def close(name: str, got: torch.Tensor, truth: torch.Tensor, yardstick: torch.Te
 
 @pytest.mark.parametrize("gate", ["none", "some -inf"])
 def test_dense_calls_are_the_token_loop(gate: str, device):
-    a = drawn(330, device, gate=gate)
+    a = drawn(202, device, gate=gate)
     got, eager, truth = op(**a, use_cache=True, backend="triton"), op(**a, use_cache=True, backend="eager"), truth_of(a)
     for name, *tensors in zip(("o", "k_cache"), got, truth, eager, strict=True):
         close(name, *tensors)

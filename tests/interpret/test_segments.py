@@ -53,7 +53,7 @@ def packed(rule: str, lengths: tuple[int, ...], device: torch.device, spare: int
 )
 def test_cut_calls(rule: str, lengths, dtype: torch.dtype, count: int, device, guarded, results):
     """Outputs, states and every gradient, of the kernels and of the eager implementation with the same segments."""
-    shape = Shape(2, 85, 2, 4, 16, 24) if lengths is None else Shape(1, sum(lengths) + 4, 1, 2, 24, 16)
+    shape = Shape(1, 85, 1, 2, 16, 24) if lengths is None else Shape(1, sum(lengths) + 4, 1, 2, 24, 16)
     N = None if lengths is None else len(lengths)
     a = inputs.draw("random", rule, shape, gate="model", beta="logits", state="normal", sequences=N, dtype=dtype)
     a |= {"output_final_state": True, "use_qk_l2norm_in_kernel": True, "chunk_size": C}

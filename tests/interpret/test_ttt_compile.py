@@ -63,7 +63,7 @@ def test_lengths_through_the_compiler(packed: bool, device):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(wyfold.chunk_ttt_linear, backend=counter, fullgraph=True)
-    for T in (17, 18, 33):
+    for T in (17, 18, 20):
         a = call(T, packed, device) | {"disable_recompute": packed}
         got, plain = (results(op, a, incoming(a)) for op in (compiled, wyfold.chunk_ttt_linear))
         for name, x in plain.items():

@@ -123,7 +123,7 @@ def test_without_gradients_the_same_bits(mixer32, x, mode):
 
 # Dynamo instantiates each traced autograd.Function, which PyTorch deprecates.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("name", ["kda", "ttt_linear", "window"])
+@pytest.mark.parametrize("name", ["ttt_linear", "window"])
 def test_one_graph(build, x, name):
     """Packed prompts and a decoding step, each compiled as one graph, without reading boundaries or positions."""
     layer = build(name, torch.float32)

@@ -389,16 +389,18 @@ def test_prefill_in_segments_is_the_chunk_call_in_segments(rule: str, v_first: b
     assert torch.equal(pool, after)
 
 
+KINDS = (
+    ("K first", False),
+    ("V first", True),
+    ("bfloat16", True),
+    ("float16", False),
+    ("slots apart", False),
+    ("slots apart", True),
+)
+
+
 @pytest.mark.parametrize(
-    "kind, packed",
-    [
-        ("K first", False),
-        ("V first", True),
-        ("bfloat16", True),
-        ("float16", False),
-        ("slots apart", False),
-        ("slots apart", True),
-    ],
+    "kind, packed, rule", [(*kind, rule) for i, kind in enumerate(KINDS) for rule in RULES[i % 2 :: 2]]
 )
 def test_prefill_finds_each_state_in_its_slot(kind: str, packed: bool, rule: str, backend: str, device):
     """Slots in any order, in place and separate; with rows without a slot, without tokens, without a state, and with a

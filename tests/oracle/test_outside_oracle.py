@@ -47,16 +47,17 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("fault", PLANTED)
-@pytest.mark.parametrize("operator", ["chunk_delta_rule", "chunk_gated_delta_rule", "chunk_kda", "chunk_ttt_linear"])
-def test_a_planted_fault_is_beyond_the_bound(operator: str, fault: str):
+@pytest.mark.parametrize("operator", ["chunk_delta_rule", "chunk_kda", "chunk_ttt_linear"])
+def test_a_planted_fault_is_beyond_the_bound(operator: str):
     call = first_wide_call(operator)
-    right = {x.name: x.error <= x.bound for x in compare(call)}
+    assert all(x.error <= x.bound for x in compare(call))
     run = call.run
-    call.run = lambda **tensors: {name: PLANTED[fault](x) if name == "o" else x for name, x in run(**tensors).items()}
-    planted = {x.name: x.error <= x.bound for x in compare(call)}
-    assert all(right.values())
-    assert not planted["o"]
+    for fault, spoiled in PLANTED.items():
+        call.run = lambda spoiled=spoiled, **tensors: {
+            name: spoiled(x) if name == "o" else x for name, x in run(**tensors).items()
+        }
+        planted = {x.name: x.error <= x.bound for x in compare(call)}
+        assert not planted["o"], fault
 
 
 def first_wide_call(operator: str) -> Call:

@@ -62,17 +62,16 @@ def test_heads_as_wide_as_a_model_has_them(rule: str, results, float64_bounds):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rule", RULES[1:])  # scalar and channel-wise decay; without a decay nothing is reshaped
-def test_seventy_thousand_sequences(rule: str, results):
+def test_seventy_thousand_sequences(results):
     """Each sequence has the bits that it has in a small batch."""
     cu, N = torch.tensor(shapes.MANY_SEQUENCES.cu_seqlens), shapes.MANY_SEQUENCES.tokens
-    a = inputs.draw("random", rule, Shape(1, N, 1, 1, 8, 8))
-    every = results(chunked(rule), a, output_final_state=True, cu_seqlens=cu)
+    a = inputs.draw("random", "kda", Shape(1, N, 1, 1, 8, 8))
+    every = results(wyfold.chunk_kda, a, output_final_state=True, cu_seqlens=cu)
     for first in (0, N // 2, N - 10):
         some = {name: x[:, first : first + 10] for name, x in a.items()}
         fed = {"o": inputs.incoming(a["v"], 0)[:, first : first + 10]}
         fed["state"] = inputs.incoming(every["state"], 1)[first : first + 10]
-        alone = results(chunked(rule), some, None, fed, output_final_state=True, cu_seqlens=torch.arange(11))
+        alone = results(wyfold.chunk_kda, some, None, fed, output_final_state=True, cu_seqlens=torch.arange(11))
         for name, x in alone.items():
             assert torch.equal(x, every[name].narrow(0 if name == "state" else 1, first, 10)), name
 

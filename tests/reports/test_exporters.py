@@ -88,6 +88,9 @@ OPERATORS = {
     "fused_beta_sigmoid": ("x", lambda *t: wyfold.fused_beta_sigmoid(*t)),
 }
 
+STRICTLY = ("fused_recurrent_delta_rule", "one tensor twice", "packed", "chunk_kda", "chunk_ttt_linear", "l2norm")
+"""Operators that Dynamo traces as well. All others go through it inside of mixers."""
+
 
 def results(run, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Outputs, and gradients of every given tensor."""
@@ -101,8 +104,11 @@ def same(found: list[torch.Tensor], truth: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize(
+    ("operator", "strict"),
+    [*((name, False) for name in OPERATORS), *((name, True) for name in STRICTLY)],
+    ids=lambda x: x if isinstance(x, str) else ("traced", "strict")[x],
+)
 def test_an_exported_operator_has_its_gradients(operator, strict):
     names, run = OPERATORS[operator]
     tensors = [drawn()[name] for name in names.split()]
@@ -122,9 +128,9 @@ def learned(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
 @pytest.mark.parametrize("name", MIXERS)
 def test_an_exported_mixer_computes_and_learns(name, strict):
-    """With gradients enabled and disabled, independent of the setting at export."""
+    """With gradients enabled and, of one mixer, disabled, independent of the setting at export."""
     layer, x = MIXERS[name]().double(), drawn()["x"]
-    for learning in (True, False) if not strict or name == "gdn" else (True,):
+    for learning in (True, False) if name == "gdn" else (True,):
         with torch.set_grad_enabled(learning):
             program = torch.export.export(layer, (x,), strict=strict).module()
         with torch.no_grad():
@@ -134,9 +140,7 @@ def test_an_exported_mixer_computes_and_learns(name, strict):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("recompute", "strict"), [(None, False), (None, True), ("blocks", True), ("selective", True), ("selective", False)]
-)
+@pytest.mark.parametrize(("recompute", "strict"), [(None, True), ("blocks", True), ("selective", False)])
 def test_an_exported_decoder_computes_and_learns(recompute, strict):
     """With a layout among its inputs."""
     torch.manual_seed(0)

@@ -60,7 +60,7 @@ def test_recomputing_is_compiled(what, packed, runs):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("pattern", ["ttt_linear", "rwkv7 rwkv7", "path_attention", "attention", "delta_net"])
+@pytest.mark.parametrize("pattern", ["ttt_linear", "rwkv7 rwkv7", "path_attention", "attention"])
 def test_recomputing_is_compiled_for_every_mixer(pattern):
     plain = decoder(pattern)
     ours = copy.deepcopy(plain)
@@ -105,7 +105,7 @@ def test_wrapped_blocks_recompute_when_set(wrapped, runs):
     torch._dynamo.reset()
     model.blocks[0] = wrapped(model.blocks[0])
     blocks = COMPILED_BLOCKS if wrapped in (compiled, compiled_in_place) else 2
-    for what, expected in ((None, 1), ("blocks", blocks), ("selective", 1), ("blocks", blocks), (None, 1)):
+    for what, expected in ((None, 1), ("blocks", blocks), ("selective", 1), (None, 1)):
         model.recompute(what)
         runs.clear()
         found = gradients(model)

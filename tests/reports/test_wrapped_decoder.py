@@ -270,7 +270,7 @@ def test_copies_during_decoding_continue_like_the_original(ids):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_decoding_by_compiled_blocks_is_decoding(ids):
     """Blocks of each kind of state, compiled inside an eager decoder."""
-    plain = decoder("gdn kda ttt_linear")
+    plain = decoder("kda ttt_linear")
     truth = decoded(plain, ids, plain.new_cache(2))
     torch._dynamo.reset()
     blocks = copy.deepcopy(plain)
