@@ -5,8 +5,8 @@ of q, k and v. Heads are independent, so the launches can run for some heads aft
 dA_log and ddt_bias may be summed over chunks in another order. A part has enough programs of `scan_bwd` to fill the
 GPU, so that parts one after another take about the time of one launch.
 
-Calls do so where the configuration of `scan_bwd` has HEAD_PARTS. No table of this version has it, because the time has
-not been measured (docs/log/operators.md).
+Calls do so where the configuration of `scan_bwd` has HEAD_PARTS. No table of this version has it: on an H200 it takes
+23 to 43 % off the peak, and adds 2 to 4 % to the time (docs/log/operators.md).
 """
 
 from __future__ import annotations
