@@ -83,7 +83,7 @@ def run_all(
     t = {**given, **other}
     x, wide = t["x"], torch.promote_types(t["x"].dtype, torch.float32)
     y, dx, final = torch.empty_like(x), torch.empty_like(x), torch.empty_like(given["state"])
-    sums = [torch.zeros(4, D, dtype=wide, device=x.device), torch.zeros(D, dtype=wide, device=x.device)]
+    sums = [torch.full(size, 7.0, dtype=wide, device=x.device) for size in ((4, D), (D,))]
     dstate = torch.empty_like(given["state"], dtype=wide)
     stage = table.kernel_module("conv", backend)
     stage.conv(x, t["weight"], t["bias"], t["residual"], t["state"], cu_seqlens, activated, y, final)
@@ -133,6 +133,16 @@ def test_any_strides(backend: str, device: torch.device):
     plain, other = run_all(backend, given, cu_seqlens), run_all(backend, apart, cu_seqlens.to(index))
     for name, found in plain.items():
         assert torch.equal(found, other[name]), name
+
+
+def test_sums_are_zero_without_tokens(backend: str, device: torch.device):
+    t = {name: x[:0] if name in ("x", "dy") else x for name, x in several(device).items()}
+    sums = [torch.full(size, 7.0, device=device) for size in ((4, D), (D,))]
+    cu_seqlens = torch.zeros(len(SEVERAL), device=device, dtype=torch.int64)
+    shared = (t["x"], t["weight"], t["bias"], t["state"], cu_seqlens, True, t["dy"], t["dfinal"])
+    stage = table.kernel_module("conv", backend)
+    stage.conv_bwd(*shared, torch.float32, ConvGradients(None, *sums, torch.zeros_like(t["state"])))
+    assert not any(total.any() for total in sums)
 
 
 @pytest.mark.parametrize("wanted", ["x", "weight", "bias", "state"])

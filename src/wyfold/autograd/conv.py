@@ -112,8 +112,8 @@ def _backward(*arguments: Any) -> list[Tensor]:
     dtype = widest(*t[:DIFFERENTIABLE])
     dx = t.x.new_empty(t.x.shape) if needs[0] else None
     dweight, dbias = (
-        # A kernel adds once, and so rounds once: it needs no wide buffer.
-        x.new_zeros(x.shape, dtype=dtype if backend == "eager" else x.dtype) if need and x is not None else None
+        # A kernel writes once, and so rounds once: it needs no wide buffer.
+        x.new_empty(x.shape, dtype=dtype if backend == "eager" else x.dtype) if need and x is not None else None
         for x, need in zip((t.weight, t.bias), needs[1:3])
     )
     dstate = None

@@ -289,7 +289,7 @@ def _gate_bwd(
     dtype = widest(g, A_log, dt_bias)
     dg = g.new_empty(g.shape) if needs[0] else None
     dA_log, ddt_bias = (
-        x.new_zeros(x.shape, dtype=dtype) if need and x is not None else None
+        x.new_empty(x.shape, dtype=dtype) if need and x is not None else None
         for x, need in zip((A_log, dt_bias), needs[1:])
     )
     out = GateGradients(

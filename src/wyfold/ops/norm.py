@@ -284,8 +284,8 @@ def _rms_norm_gated_bwd(
     dtype = widest(x, g, weight, bias)
     dx, dg = (t.new_empty(t.shape) if need else None for t, need in zip((x, g), needs))
     dweight, dbias = (
-        # Kernels add to these buffers once, so the parameter's dtype costs a single rounding.
-        t.new_zeros(t.shape, dtype=dtype if backend == "eager" else t.dtype) if need and t is not None else None
+        # A kernel writes once, and so rounds once: it needs no wide buffer.
+        t.new_empty(t.shape, dtype=dtype if backend == "eager" else t.dtype) if need and t is not None else None
         for t, need in zip((weight, bias), needs[2:])
     )
     table.kernel_module("norm", backend).rms_norm_gated_bwd(

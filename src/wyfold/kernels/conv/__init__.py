@@ -24,7 +24,7 @@ class ConvGradients(NamedTuple):
 
     Attributes:
         x: [T, D].
-        weight, bias: [W, D] and [D], added to. In the wide dtype if there are several additions, as on eager.
+        weight, bias: [W, D] and [D], sums over tokens. In the wide dtype if they are added up here, as on eager.
         state: [N, D, S], wide.
     """
 

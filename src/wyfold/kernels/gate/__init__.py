@@ -19,8 +19,8 @@ class GateGradients(NamedTuple):
 
     Attributes:
         x: Shape of x.
-        A_log: [HV], added to.
-        dt_bias: [HV, 1 or K], added to.
+        A_log: [HV], a sum over tokens.
+        dt_bias: [HV, 1 or K], a sum over tokens.
     """
 
     x: Tensor | None

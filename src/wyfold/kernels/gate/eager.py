@@ -44,6 +44,9 @@ def gate_bwd(
 ) -> None:
     """Gradients of `gate`; arguments as in `gate`, and dg like x."""
     dtype = widest(x, A_log, dt_bias)
+    for total in (out.A_log, out.dt_bias):
+        if total is not None:
+            total.zero_()
     for tokens in row_blocks(x.shape[0], x[:1].numel()):
         # A fixed layout, because the order of the parameters' sums follows it.
         tile, d = (contiguous_rows(t[tokens], dtype).unsqueeze(2) for t in (x, dg))

@@ -56,6 +56,9 @@ def gate_bwd(
     """Gradients of `gate`; arguments as in `gate`, and dg like x."""
     tile = _tiles("gate_bwd", x, dg, out.x)
     if not tile.tiles:
+        for total in (out.A_log, out.dt_bias):
+            if total is not None:
+                total.zero_()
         return
     rate_wanted, bias_wanted = out.A_log is not None and A_log is not None, out.dt_bias is not None
     programs = min(tile.tiles, max(1, tile.programs // tile.blocks))
@@ -67,9 +70,9 @@ def gate_bwd(
         BOUNDED=activation == "bounded", DRATE=rate_wanted, DBIAS=bias_wanted, **tile.launch(),
     )  # fmt: skip
     if partial is not None and out.A_log is not None and A_log is not None:
-        out.A_log.add_(partial[0].sum(0).sum(1))
+        out.A_log.copy_(partial[0].sum(0).sum(1))
     if partial is not None and out.dt_bias is not None:
-        out.dt_bias.add_(partial[1].sum(0))
+        out.dt_bias.copy_(partial[1].sum(0))
 
 
 def beta_sigmoid(x: Tensor, scale: float, out: Tensor) -> None:

@@ -46,7 +46,7 @@ class RmsNormGradients(NamedTuple):
 
     Attributes:
         x, z: [n, W], in the inputs' dtypes.
-        weight, bias: [W] sums, added to.
+        weight, bias: [W], sums over rows. In the wide dtype if they are added up here, as on eager.
     """
 
     x: Tensor | None

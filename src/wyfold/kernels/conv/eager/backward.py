@@ -39,6 +39,9 @@ def conv_bwd(
     dp = x.new_zeros((), dtype=dtype).expand(x.shape) if dy is None else dy
     if through:
         dp = dp.new_empty(x.shape, dtype=dtype)
+    for total in (out.weight, out.bias):
+        if total is not None:
+            total.zero_()
     if dy is not None and (through or out.weight is not None or out.bias is not None):
         for window in windows.before(x, state, dtype):
             d = window.read(dy).to(dtype)

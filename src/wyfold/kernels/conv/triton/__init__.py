@@ -109,9 +109,12 @@ def conv_bwd(
     D, W = weight.shape
     spans = _spans("conv_bwd", x, W, W - 1)
     N = _sequences(cu_seqlens, state, dfinal, out.state)
-    sums = out.weight is not None or out.bias is not None
+    sums = [total for total in (out.weight, out.bias) if total is not None]
     token_programs = spans.programs if sums or out.x is not None else 0
     programs = token_programs + (0 if out.state is None else N)
+    if token_programs == 0:
+        for total in sums:
+            total.zero_()
     if programs * D == 0:
         return
     partial = x.new_empty(token_programs, W + 1, D, dtype=dtype) if sums and token_programs else None
@@ -155,9 +158,9 @@ def conv_bwd(
     if partial is not None:
         total = partial.sum(0)
         if out.weight is not None:
-            out.weight.add_(total[:W])
+            out.weight.copy_(total[:W])
         if out.bias is not None:
-            out.bias.add_(total[W])
+            out.bias.copy_(total[W])
 
 
 class _Spans(NamedTuple):

@@ -46,6 +46,9 @@ def rms_norm_gated_bwd(
     dtype = widest(x, z, weight, bias)
     weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     activation_bwd = ACTIVATIONS[options.activation][1]
+    for total in (out.weight, out.bias):
+        if total is not None:
+            total.zero_()
     for rows in row_blocks(*x.shape):
         x_rows, z_rows, d = (contiguous_rows(t[rows], dtype) for t in (x, z, dy))
         y = _forward(x_rows, z_rows, weight, bias, options, x.dtype)

@@ -95,10 +95,12 @@ def rms_norm_gated_bwd(
 ) -> None:
     """Gradients of `rms_norm_gated`; arguments as in `rms_norm_gated`, and dy [n, W]."""
     tile = _tiles("rms_norm_gated_bwd", x, z, dy, out.x, out.z)
+    sums = [total for total in (out.weight, out.bias) if total is not None]
     if not tile.tiles:
+        for total in sums:
+            total.zero_()
         return
     programs = min(tile.tiles, tile.programs)
-    sums = [total for total in (out.weight, out.bias) if total is not None]
     partial = x.new_empty(2, programs, x.shape[1], dtype=torch.float32) if sums else None
     launch_kernel(
         wyfold_rms_norm_gated_bwd_triton,
@@ -128,9 +130,9 @@ def rms_norm_gated_bwd(
         **tile.launch(),
     )
     if partial is not None:
-        for total, parts in zip((out.weight, out.bias), partial):
-            if total is not None:
-                total.add_(parts.sum(0))
+        for into, parts in zip((out.weight, out.bias), partial):
+            if into is not None:
+                into.copy_(parts.sum(0))
 
 
 class _NormTiles(NamedTuple):
