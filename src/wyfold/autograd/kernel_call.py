@@ -9,12 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wyfold.autograd.delta_records import (
-    DeltaResult,
-    DeltaTensors,
-    most_borders,
-    transpose_if_v_first,
-)
+from wyfold.autograd.delta_records import DeltaResult, DeltaTensors, most_borders, transpose_if_v_first
 from wyfold.autograd.row_alignment import aligned, contiguous_for_tma
 from wyfold.kernels import table
 from wyfold.kernels.records import Prepared

@@ -24,7 +24,7 @@ from wyfold.runtime.kernel_configs import tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.triton import exp, sigmoid
-from wyfold.tile.decay.triton import FLOOR, Gate, activated, gate_flags, load_gate_parameters
+from wyfold.tile.decay.triton import activated, gate_argument, gate_flags, load_gate_parameters
 from wyfold.tile.index.triton import load_token_number, strides
 from wyfold.tile.index.triton.strength import Strength
 from wyfold.tile.norm.triton import normalised, vector_sum
@@ -67,14 +67,7 @@ def recurrent(
         wyfold_recurrent_gluon,
         grid.sequences * HV * (V // BV),
         inputs=Inputs(q=q, s_q=q.stride(), k=k, s_k=k.stride(), v=v, s_v=v.stride(), o=o, s_o=o.stride()),
-        gate=Gate(
-            g=g,
-            s_g=strides(g),
-            A_log=A_log,
-            dt_bias=dt_bias,
-            lower_bound=options.lower_bound,
-            clamp=options.clamp or FLOOR,
-        ),
+        gate=gate_argument(g, A_log, dt_bias, options),
         strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most),
         states=States(S0=entering, s_S0=entering.stride()[:2], ST=leaving, s_ST=leaving.stride()[:2]),
         pool=Pool(

@@ -43,7 +43,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from wyfold.kernels.records import Prepared, Slots
 from wyfold.kernels.scan.triton import scan_key, sequences_to_run, slot_arguments
-from wyfold.kernels.scan.triton.arguments import SegmentTables
+from wyfold.kernels.scan.triton.arguments import segment_tables
 from wyfold.runtime.chunk_layout import ChunkGrid, Segments
 from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
@@ -139,13 +139,7 @@ def scan(
         x_o=x_o,
         tokens=Tokens(h_q=q.stride(2), h_k=k.stride(2), h_v=v.stride(2), o=out_rows, s_o=out_rows.stride()),
         states=States(S0=initial_state, s_S0=strides(initial_state), ST=final_state, s_ST=strides(final_state)),
-        segments=SegmentTables(
-            borders=borders,
-            s_borders=strides(borders),
-            sequence=None if segments is None else segments.sequence,
-            first=None if segments is None else segments.first,
-            selected=selected,
-        ),
+        segments=segment_tables(segments, borders, selected),
         packing=Packing(cu=grid.cu, first=grid.first),
         N=0 if segments is None else segments.sequences,
         shift=shift,

@@ -41,7 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from wyfold.kernels.records import Prepared, TokenBorders
 from wyfold.kernels.scan_bwd.triton import Half, programs, scan_bwd_key
-from wyfold.kernels.scan_bwd.triton.arguments import SegmentTables, States
+from wyfold.kernels.scan_bwd.triton.arguments import States, segment_tables
 from wyfold.runtime.chunk_layout import ChunkGrid, Segments
 from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
@@ -138,14 +138,7 @@ def scan_bwd(
         states=States(
             S0=initial_state, s_S0=strides(initial_state), dST=dST, s_dST=strides(dST), dS0=dS0, s_dS0=strides(dS0)
         ),
-        segments=SegmentTables(
-            entering=entering,
-            s_entering=strides(entering),
-            leaving=leaving,
-            s_leaving=strides(leaving),
-            sequence=None if segments is None else segments.sequence,
-            first=None if segments is None else segments.first,
-        ),
+        segments=segment_tables(segments, entering, leaving),
         packing=Packing(cu=grid.cu, first=grid.first),
         N=grid.sequences if segments is None else segments.sequences,
         going_back=going_back,

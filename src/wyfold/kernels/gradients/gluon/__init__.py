@@ -62,7 +62,7 @@ from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.triton import LOG2_E, sigmoid, sigmoid_bwd
-from wyfold.tile.decay.triton import FLOOR, Gate, gate_flags, log_gate
+from wyfold.tile.decay.triton import gate_argument, gate_flags, log_gate
 from wyfold.tile.decay.triton.gradient import GateGradient, log_gate_bwd
 from wyfold.tile.index.gluon import barrier, gluon_descriptors, reinterpret, tma_load
 from wyfold.tile.index.triton import Packing, chunk_span, strides
@@ -136,14 +136,7 @@ def gradients(
         x_e=x_e,
         x_X=x_X,
         heads=Heads(h_q=read_q.stride(2), h_k=read_k.stride(2), h_do=read_do.stride(2)),
-        gate=Gate(
-            g=g,
-            s_g=strides(g),
-            A_log=A_log,
-            dt_bias=dt_bias,
-            lower_bound=options.lower_bound,
-            clamp=options.clamp or FLOOR,
-        ),
+        gate=gate_argument(g, A_log, dt_bias, options),
         strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most),
         outputs=Outputs(
             dq=out_q,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,62 +17,12 @@ from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.runtime.triton_support import interpreting
-from wyfold.tile.decay.triton import FLOOR, NEAR, Gate, gate_flags, gate_width
-from wyfold.tile.decay.triton.gradient import (
-    GateGradient,
-)
-from wyfold.tile.decay.triton.gradient import (
-    interval_sum as interval_sum,
-)
-from wyfold.tile.decay.triton.gradient import (
-    log_gate_bwd as log_gate_bwd,
-)
-from wyfold.tile.decay.triton.gradient import (
-    state_gate_gradient as state_gate_gradient,
-)
-from wyfold.tile.decay.triton.gradient import (
-    store_gate_gradient as store_gate_gradient,
-)
+from wyfold.tile.decay.triton import NEAR, gate_argument, gate_flags, gate_width
+from wyfold.tile.decay.triton.gradient import gate_gradient_argument, sum_terms
 from wyfold.tile.dot.triton import NARROWEST, contracts, exact, operand, precision, workspace
-from wyfold.tile.index.triton import (
-    Packing,
-    strides,
-)
-from wyfold.tile.index.triton import (
-    TokenRows as TokenRows,
-)
-from wyfold.tile.index.triton import (
-    chunk_span as chunk_span,
-)
-from wyfold.tile.index.triton import (
-    load_tile as load_tile,
-)
-from wyfold.tile.index.triton import (
-    load_tokens as load_tokens,
-)
-from wyfold.tile.index.triton import (
-    store_tile as store_tile,
-)
-from wyfold.tile.index.triton import (
-    store_token_scalars as store_token_scalars,
-)
-from wyfold.tile.index.triton import (
-    store_tokens as store_tokens,
-)
+from wyfold.tile.index.triton import Packing, strides
 from wyfold.tile.index.triton.descriptors import all_or_none, has_tma, tile_descriptor, token_descriptor
 from wyfold.tile.index.triton.strength import Strength
-from wyfold.tile.index.triton.sub_chunks import (
-    load_sub_chunks as load_sub_chunks,
-)
-from wyfold.tile.index.triton.sub_chunks import (
-    load_tile_sub_chunks as load_tile_sub_chunks,
-)
-from wyfold.tile.index.triton.sub_chunks import (
-    store_sub_chunks as store_sub_chunks,
-)
-from wyfold.tile.index.triton.sub_chunks import (
-    store_token_sub_chunks as store_token_sub_chunks,
-)
 
 
 def gradients(
@@ -106,63 +56,28 @@ def gradients(
     config = tuned("gradients.triton", key, q.device)
     BK = min(config.blocks["BK"], max(NARROWEST, triton.next_power_of_2(K)))
     BV = min(config.blocks["BV"], max(NARROWEST, triton.next_power_of_2(V)))
-    dA_log = ddt_bias = pairs = near = accumulators = None
-    if out.A_log is not None:
-        dA_log = q.new_empty(grid.chunks, HV, -(-gates // BK), dtype=torch.float32)
-    if out.dt_bias is not None:
-        ddt_bias = q.new_empty(grid.chunks, HV, gates, dtype=torch.float32)
-    if flags["CHANNEL"]:
-        pairs = q.new_empty(grid.chunks * HV, 3, C, C, dtype=workspace(q.dtype))
-        near = q.new_empty(grid.chunks * HV, C, NEAR, 2, dtype=torch.float32)
-    if HV > H or options.qk_l2norm:
-        accumulators = q.new_empty(2, grid.chunks * H, C, K, dtype=torch.float32)
-    use_tma = has_tma(q.device)
-    border_descriptors = _descriptors(borders, C, BK, BV) if use_tma else None
-    qk_descriptors = do_descriptors = out_descriptors = None
-    if use_tma and not flags["CHANNEL"] and grid.cu is None and grid.tokens % C == 0:
-        do_descriptors = _token_descriptors((do,), C, BV)
-        if accumulators is None:
-            out_descriptors = _token_descriptors((out.q, out.k, out.v), C, BK, BK, BV)
-        if g is None and not options.qk_l2norm:
-            # Row sums of q and k are reduced in the layout of the load. It differs between TMA and pointer loads, and
-            # so would the bits.
-            qk_descriptors = _token_descriptors((q, k), C, BK, BK)
-    (x_do,), (x_q, x_k) = do_descriptors or (do,), qk_descriptors or (q, k)
-    x_dq, x_dk, x_dv = out_descriptors or (out.q, out.k, out.v)
-    x_S, x_dS, x_e, x_X = border_descriptors or borders
+    dgate = gate_gradient_argument(out.g, out.A_log, out.dt_bias, (grid.chunks, HV, -(-gates // BK)), gates)
+    scratch = _scratch(q, grid, HV, channel=flags["CHANNEL"], summed=HV > H or options.qk_l2norm)
+    tma = _TmaBlocks()
+    if has_tma(q.device):
+        whole = not flags["CHANNEL"] and grid.cu is None and grid.tokens % C == 0
+        plain = g is None and not options.qk_l2norm
+        tma = _tma_blocks(q, k, do, borders, out, (C, BK, BV), whole=whole, plain=plain, direct=scratch.dq is None)
     launch_kernel(
         wyfold_gradients_triton,
         grid.chunks * H,
-        x_q=x_q,
-        x_k=x_k,
-        x_do=x_do,
-        x_S=x_S,
-        x_dS=x_dS,
-        x_e=x_e,
-        x_X=x_X,
-        x_dq=x_dq,
-        x_dk=x_dk,
-        x_dv=x_dv,
+        *(tma.qk or (q, k)),  # x_q, x_k
+        *(tma.do or (do,)),  # x_do
+        *(tma.borders or borders),  # x_S, x_dS, x_e, x_X
+        *(tma.out or (out.q, out.k, out.v)),  # x_dq, x_dk, x_dv
         tokens=Tokens(s_q=q.stride(), s_k=k.stride(), s_do=do.stride(), S=borders.S, dS=borders.dS),
-        gate=Gate(
-            g=g,
-            s_g=strides(g),
-            A_log=A_log,
-            dt_bias=dt_bias,
-            lower_bound=options.lower_bound,
-            clamp=options.clamp or FLOOR,
-        ),
+        gate=gate_argument(g, A_log, dt_bias, options),
         strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most),
         outputs=Outputs(
             s_dq=strides(out.q), s_dk=strides(out.k), s_dv=strides(out.v), dbeta=out.beta, s_dbeta=strides(out.beta)
         ),
-        dgate=GateGradient(g=out.g, s_g=strides(out.g), A_log=dA_log, dt_bias=ddt_bias),
-        scratch=Scratch(
-            pairs=pairs,
-            near=near,
-            dq=None if accumulators is None else accumulators[0],
-            dk=None if accumulators is None else accumulators[1],
-        ),
+        dgate=dgate,
+        scratch=scratch,
         packing=Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),
         factors=Factors(options.scale, options.unit, options.unit * float(options.erases)),
         N=grid.sequences,
@@ -175,10 +90,10 @@ def gradients(
             CLAMPED=options.clamp != 0,
             NORM=options.qk_l2norm,
             LOGIT=options.beta_logit,
-            USE_TMA_TILES=border_descriptors is not None,
-            USE_TMA=qk_descriptors is not None,
-            USE_TMA_DO=do_descriptors is not None,
-            TMA_STORES=out_descriptors is not None,
+            USE_TMA_TILES=tma.borders is not None,
+            USE_TMA=tma.qk is not None,
+            USE_TMA_DO=tma.do is not None,
+            TMA_STORES=tma.out is not None,
             # Measured to help under a channel gate; not measured separately without a gate (docs/facts/hopper.md,
             # H200-6).
             PREFETCH=g is not None and not interpreting(),
@@ -190,15 +105,80 @@ def gradients(
         # With a channel gate, one warp per sub-chunk.
         **{**config.options(contract=contracts(q.dtype)), "num_warps": C // NEAR if flags["CHANNEL"] else config.warps},
     )
-    if out.A_log is not None and dA_log is not None:
-        out.A_log.copy_(dA_log.sum((0, 2)).view_as(out.A_log))
-    if out.dt_bias is not None and ddt_bias is not None:
-        out.dt_bias.copy_(ddt_bias.sum(0).view_as(out.dt_bias))
+    sum_terms(dgate, out.A_log, out.dt_bias)
+
+
+def _scratch(q: Tensor, grid: ChunkGrid, HV: int, *, channel: bool, summed: bool) -> Scratch:
+    """Workspace of the programs.
+
+    Args:
+        q: [B, T, H, K].
+        grid: The call's chunk grid.
+        HV: Value heads.
+        channel: Whether the gate is per channel.
+        summed: Whether dq and dk are summed, or changed, before they are stored to their tokens.
+    """
+    C, (H, K) = grid.chunk_size, q.shape[2:]
+    pairs = near = dq = dk = None
+    if channel:
+        pairs = q.new_empty(grid.chunks * HV, 3, C, C, dtype=workspace(q.dtype))
+        near = q.new_empty(grid.chunks * HV, C, NEAR, 2, dtype=torch.float32)
+    if summed:
+        dq, dk = q.new_empty(2, grid.chunks * H, C, K, dtype=torch.float32)
+    return Scratch(pairs, near, dq, dk)
 
 
 def gradients_key(key: LaunchKey, q: Tensor, v: Tensor) -> LaunchKey:
     """Launch configuration key: the call's key, and the number of value heads per key head."""
     return key._replace(group=v.shape[2] // q.shape[2])
+
+
+class _TmaBlocks(NamedTuple):
+    """TMA descriptors of a launch; None where a group of tensors has none.
+
+    Attributes:
+        borders: S, dS, e and X.
+        qk, do: Tokens that are read.
+        out: Gradients of q, k and v.
+    """
+
+    borders: Sequence[Any] | None = None
+    qk: Sequence[Any] | None = None
+    do: Sequence[Any] | None = None
+    out: Sequence[Any] | None = None
+
+
+def _tma_blocks(
+    q: Tensor,
+    k: Tensor,
+    do: Tensor,
+    borders: TokenBorders,
+    out: GradientOutputs,
+    sizes: tuple[int, int, int],
+    *,
+    whole: bool,
+    plain: bool,
+    direct: bool,
+) -> _TmaBlocks:
+    """The descriptors that a launch can use.
+
+    Args:
+        q, k, do, borders, out: As given to `gradients`.
+        sizes: C, BK, BV.
+        whole: Whether all chunks are full, and the gate is not per channel.
+        plain: Whether no row sum is made of q and k. Row sums are reduced in the layout of the load, which differs
+            between TMA and pointer loads, and so would the bits.
+        direct: Whether gradients are stored to their tokens, without a sum in scratch memory.
+    """
+    C, BK, BV = sizes
+    found = _TmaBlocks(_descriptors(borders, C, BK, BV))
+    if not whole:
+        return found
+    return found._replace(
+        qk=_token_descriptors((q, k), C, BK, BK) if plain else None,
+        do=_token_descriptors((do,), C, BV),
+        out=_token_descriptors((out.q, out.k, out.v), C, BK, BK, BV) if direct else None,
+    )
 
 
 def _token_descriptors(given: tuple[Tensor | None, ...], C: int, *columns: int) -> Sequence[Any] | None:

@@ -39,7 +39,7 @@ from wyfold.runtime.kernel_configs import tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.triton import LOG2_E, sigmoid
-from wyfold.tile.decay.triton import FLOOR, Gate, gate_flags, gate_kind, log_gate
+from wyfold.tile.decay.triton import gate_argument, gate_flags, gate_kind, log_gate
 from wyfold.tile.dot.gluon import add, bf16_pair, exp2, mm_pairs_async
 from wyfold.tile.index.gluon import (
     barrier,
@@ -109,14 +109,7 @@ def prepare(
         x_W=x_W,
         x_FB=x_FB,
         tokens=Tokens(s_q=q.stride(), s_k=k.stride(), o=o, s_o=o.stride()),
-        gate=Gate(
-            g=g,
-            s_g=strides(g),
-            A_log=A_log,
-            dt_bias=dt_bias,
-            lower_bound=options.lower_bound,
-            clamp=options.clamp or FLOOR,
-        ),
+        gate=gate_argument(g, A_log, dt_bias, options),
         strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most, erases=float(options.erases)),
         factors=RowFactors(rows=found.rows, rows_bwd=found.rows_bwd, total=found.total),
         packing=Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),

@@ -12,45 +12,9 @@ from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import LaunchKey, dtype_word, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
-from wyfold.tile.decay.channel.triton import (
-    add_channel_grams as add_channel_grams,
-)
-from wyfold.tile.decay.channel.triton import (
-    load_sub_chunk_gate as load_sub_chunk_gate,
-)
-from wyfold.tile.decay.channel.triton import (
-    sub_chunk_sums as sub_chunk_sums,
-)
-from wyfold.tile.decay.channel.triton import (
-    sums_after as sums_after,
-)
-from wyfold.tile.decay.channel.triton import (
-    sums_between as sums_between,
-)
-from wyfold.tile.decay.triton import FLOOR, Gate, gate_flags, gate_kind
+from wyfold.tile.decay.triton import gate_argument, gate_flags, gate_kind
 from wyfold.tile.dot.triton import NARROWEST, contracts, exact, operand, precision, workspace
-from wyfold.tile.index.triton import (
-    Packing,
-    strides,
-)
-from wyfold.tile.index.triton import (
-    TokenRows as TokenRows,
-)
-from wyfold.tile.index.triton import (
-    chunk_span as chunk_span,
-)
-from wyfold.tile.index.triton import (
-    load_tokens as load_tokens,
-)
-from wyfold.tile.index.triton import (
-    store_tile as store_tile,
-)
-from wyfold.tile.index.triton import (
-    store_tokens as store_tokens,
-)
-from wyfold.tile.index.triton import (
-    store_upper as store_upper,
-)
+from wyfold.tile.index.triton import Packing, strides
 from wyfold.tile.index.triton.descriptors import all_or_none, has_tma, token_descriptor
 from wyfold.tile.index.triton.strength import Strength
 
@@ -117,14 +81,7 @@ def prepare(
         x_q=x_q,
         x_k=x_k,
         tokens=Tokens(s_q=q.stride(), s_k=k.stride(), o=o, s_o=o.stride()),
-        gate=Gate(
-            g=g,
-            s_g=strides(g),
-            A_log=A_log,
-            dt_bias=dt_bias,
-            lower_bound=options.lower_bound,
-            clamp=options.clamp or FLOOR,
-        ),
+        gate=gate_argument(g, A_log, dt_bias, options),
         strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most, erases=float(options.erases)),
         factors=written,
         packing=Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),

@@ -15,14 +15,7 @@ from wyfold.tile.decay.channel.triton import (
 from wyfold.tile.decay.triton import load_gate, running_sum, scalar_rows
 from wyfold.tile.decay.triton.pairs import decayed_grams_transposed
 from wyfold.tile.dot.triton import mm_exact
-from wyfold.tile.index.triton import (
-    TokenRows,
-    chunk_span,
-    load_tokens,
-    store_tile,
-    store_tokens,
-    store_upper,
-)
+from wyfold.tile.index.triton import TokenRows, chunk_span, load_tokens, store_tile, store_tokens, store_upper
 from wyfold.tile.index.triton.blocks import load_token_block
 from wyfold.tile.index.triton.strength import load_strength
 from wyfold.tile.index.triton.sub_chunks import load_sub_chunks, store_sub_chunks

@@ -14,7 +14,7 @@ from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
-from wyfold.tile.decay.triton import FLOOR, Gate, gate_flags, gate_width, load_token_parameters
+from wyfold.tile.decay.triton import gate_argument, gate_flags, gate_width, load_token_parameters
 from wyfold.tile.index.triton import TokenRows, load_token_row, store_token_row, store_tokens, strides
 from wyfold.tile.index.triton.strength import Strength
 from wyfold.tile.state.triton import slot_offsets, token_step, token_step_bwd
@@ -73,14 +73,7 @@ def recurrent_bwd(
         wyfold_recurrent_bwd_triton,
         programs + (grid.cu is not None) * HV * NV,
         inputs=Inputs(q=q, s_q=q.stride(), k=k, s_k=k.stride(), v=v, s_v=v.stride()),
-        gate=Gate(
-            g=g,
-            s_g=strides(g),
-            A_log=A_log,
-            dt_bias=dt_bias,
-            lower_bound=options.lower_bound,
-            clamp=options.clamp or FLOOR,
-        ),
+        gate=gate_argument(g, A_log, dt_bias, options),
         strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most, erases=float(options.erases)),
         states=States(S0=initial_state, kept=states, first_kept=first_state, scratch=scratch),
         gradients=Gradients(do=do, s_do=do.stride(), dST=dST, dv=dv, s_dv=strides(dv), dS0=dS0),

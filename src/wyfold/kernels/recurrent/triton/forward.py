@@ -14,7 +14,7 @@ from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
-from wyfold.tile.decay.triton import FLOOR, Gate, gate_kind, load_token_parameters
+from wyfold.tile.decay.triton import gate_argument, gate_kind, load_token_parameters
 from wyfold.tile.index.triton import TokenRows, store_token_row, store_tokens, strides
 from wyfold.tile.index.triton.strength import Strength
 from wyfold.tile.state.triton import slot_offsets, token_step
@@ -65,14 +65,7 @@ def recurrent(
         wyfold_recurrent_triton,
         (grid.sequences + (grid.cu is not None and o is not None)) * HV * -(-V // BV),
         inputs=Inputs(q=q, s_q=q.stride(), k=k, s_k=k.stride(), v=v, s_v=v.stride(), o=o, s_o=strides(o)),
-        gate=Gate(
-            g=g,
-            s_g=strides(g),
-            A_log=A_log,
-            dt_bias=dt_bias,
-            lower_bound=options.lower_bound,
-            clamp=options.clamp or FLOOR,
-        ),
+        gate=gate_argument(g, A_log, dt_bias, options),
         strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most, erases=float(options.erases)),
         # Without initial states `stored` is never read. It is passed so that the tile has the same layout.
         states=States(

@@ -9,13 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from wyfold.kernels.records import GradientOutputs, PartialGradients
-from wyfold.kernels.recurrent.triton.tokens import WIDE
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
-from wyfold.tile.decay.triton import FLOOR, NEAR, Gate, gate_flags, gate_width, load_raw_gate
-from wyfold.tile.decay.triton.gradient import GateGradient, log_gate_bwd, store_gate_gradient
+from wyfold.tile.decay.triton import NEAR, gate_argument, gate_flags, gate_width, load_raw_gate
+from wyfold.tile.decay.triton.gradient import gate_gradient_argument, log_gate_bwd, store_gate_gradient, sum_terms
 from wyfold.tile.index.triton import TokenRows, load_tokens, store_token_scalars, store_tokens, strides
 from wyfold.tile.index.triton.strength import Strength, strength_bwd
 from wyfold.tile.norm.triton import row_norm, row_norm_bwd
@@ -45,29 +44,18 @@ def reduce_partials(
     config = tuned("recurrent.triton", LaunchKey(launch="gather"), q.device)
     BT, BK = config.blocks["BT"], tile_width(K)
     tiles = B * -(-T // BT)
-    dA_log = ddt_bias = None
-    if out.A_log is not None:
-        dA_log = q.new_empty(tiles, HV, 1, dtype=WIDE)
-    if out.dt_bias is not None:
-        ddt_bias = q.new_empty(tiles, HV, gates, dtype=WIDE)
+    dgate = gate_gradient_argument(out.g, out.A_log, out.dt_bias, (tiles, HV, 1), gates)
     launch_kernel(
         wyfold_recurrent_gather_triton,
         tiles * H,
         inputs=Inputs(q=q, s_q=q.stride(), k=k, s_k=k.stride()),
-        gate=Gate(
-            g=g,
-            s_g=strides(g),
-            A_log=A_log,
-            dt_bias=dt_bias,
-            lower_bound=options.lower_bound,
-            clamp=options.clamp or FLOOR,
-        ),
+        gate=gate_argument(g, A_log, dt_bias, options),
         strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most),
         partials=partials,
         outputs=Outputs(
             dq=out.q, s_dq=strides(out.q), dk=out.k, s_dk=strides(out.k), dbeta=out.beta, s_dbeta=strides(out.beta)
         ),
-        dgate=GateGradient(g=out.g, s_g=strides(out.g), A_log=dA_log, dt_bias=ddt_bias),
+        dgate=dgate,
         p_cu=grid.cu,
         N=grid.sequences,
         T=grid.tokens,
@@ -81,10 +69,7 @@ def reduce_partials(
         **gate_flags(g),
         **config.options(contract=False),
     )
-    if out.A_log is not None and dA_log is not None:
-        out.A_log.copy_(dA_log.sum((0, 2)).view_as(out.A_log))
-    if out.dt_bias is not None and ddt_bias is not None:
-        out.dt_bias.copy_(ddt_bias.sum(0).view_as(out.dt_bias))
+    sum_terms(dgate, out.A_log, out.dt_bias)
 
 
 class Inputs(NamedTuple):

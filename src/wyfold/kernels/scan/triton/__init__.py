@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from wyfold.kernels.records import Prepared, Slots
-from wyfold.kernels.scan.triton.arguments import Flags, Pool, SegmentTables, Sizes, States, Tokens
+from wyfold.kernels.scan.triton.arguments import Flags, Pool, Sizes, States, Tokens, segment_tables
 from wyfold.kernels.scan.triton.kernel import wyfold_scan_triton
 from wyfold.runtime.chunk_layout import ChunkGrid, Segments
 from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned, with_occupancy_hint
@@ -121,13 +121,7 @@ def scan(
             s_kept=strides(states),
             first_kept=first_state,
         ),
-        segments=SegmentTables(
-            borders=borders,
-            s_borders=strides(borders),
-            sequence=None if segments is None else segments.sequence,
-            first=None if segments is None else segments.first,
-            selected=selected,
-        ),
+        segments=segment_tables(segments, borders, selected),
         packing=Packing(cu=grid.cu, first=grid.first),
         N=0 if segments is None else segments.sequences,
         shift=shift,

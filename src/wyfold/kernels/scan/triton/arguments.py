@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from wyfold.runtime.chunk_layout import Segments
+from wyfold.tile.index.triton import strides
+
 
 class Tokens(NamedTuple):
     """Kernel argument: how the tokens lie in memory, and what is accessed through pointers alone.
@@ -61,6 +66,13 @@ class SegmentTables(NamedTuple):
     first: Any
     selected: Any = None
     end: None = None
+
+
+def segment_tables(segments: Segments | None, borders: Tensor | None, selected: Tensor | None) -> SegmentTables:
+    """The segments of a call as a kernel argument. borders, selected: As in `SegmentTables`."""
+    if segments is None:
+        return SegmentTables(borders, strides(borders), None, None, selected)
+    return SegmentTables(borders, strides(borders), segments.sequence, segments.first, selected)
 
 
 class Pool(NamedTuple):

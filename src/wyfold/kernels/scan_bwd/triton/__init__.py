@@ -22,7 +22,7 @@ from torch import Tensor
 
 from wyfold.kernels.records import Prepared, TokenBorders
 from wyfold.kernels.scan.triton.arguments import Flags, Sizes
-from wyfold.kernels.scan_bwd.triton.arguments import SegmentTables, States, Tokens
+from wyfold.kernels.scan_bwd.triton.arguments import States, Tokens, segment_tables
 from wyfold.kernels.scan_bwd.triton.kernel import wyfold_scan_bwd_triton
 from wyfold.runtime.chunk_layout import ChunkGrid, Segments
 from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned, with_occupancy_hint
@@ -109,14 +109,7 @@ def scan_bwd(
         states=States(
             S0=initial_state, s_S0=strides(initial_state), dST=dST, s_dST=strides(dST), dS0=dS0, s_dS0=strides(dS0)
         ),
-        segments=SegmentTables(
-            entering=entering,
-            s_entering=strides(entering),
-            leaving=leaving,
-            s_leaving=strides(leaving),
-            sequence=None if segments is None else segments.sequence,
-            first=None if segments is None else segments.first,
-        ),
+        segments=segment_tables(segments, entering, leaving),
         packing=Packing(cu=grid.cu, first=grid.first),
         N=grid.sequences if segments is None else segments.sequences,
         going_back=going_back,

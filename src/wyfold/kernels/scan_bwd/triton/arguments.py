@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from wyfold.runtime.chunk_layout import Segments
+from wyfold.tile.index.triton import strides
+
 
 class Tokens(NamedTuple):
     """Kernel argument: how the tokens lie in memory, and tiles that are accessed through pointers alone.
@@ -58,3 +63,9 @@ class SegmentTables(NamedTuple):
     sequence: Any
     first: Any
     end: None = None
+
+
+def segment_tables(segments: Segments | None, entering: Tensor | None, leaving: Tensor | None) -> SegmentTables:
+    """The segments of a call as a kernel argument. entering, leaving: As in `SegmentTables`."""
+    sequence, first = (None, None) if segments is None else (segments.sequence, segments.first)
+    return SegmentTables(entering, strides(entering), leaving, strides(leaving), sequence, first)

@@ -9,13 +9,7 @@ from wyfold.kernels.ttt.eager.open_batches import first_sums, last_sums
 from wyfold.kernels.ttt_records import MiniBatches, State
 from wyfold.runtime.chunk_layout import ChunkTable
 from wyfold.tile.index.eager import from_chunks, ranked, unranked
-from wyfold.tile.inner.eager import (
-    attention,
-    inner_gradient,
-    read,
-    residual_norm,
-    step_,
-)
+from wyfold.tile.inner.eager import attention, inner_gradient, read, residual_norm, step_
 
 
 def ttt(

@@ -13,17 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.triton import exp, sigmoid, softplus
 from wyfold.tile.decay.eager import log_gate_floor
-from wyfold.tile.index.triton import (
-    load_token_number,
-    load_token_row,
-    load_token_scalars,
-    load_tokens,
-)
-from wyfold.tile.index.triton import (
-    store_token_scalars as store_token_scalars,
-)
+from wyfold.tile.index.triton import load_token_number, load_token_row, load_token_scalars, load_tokens, strides
 
 FLOOR = log_gate_floor(torch.float32)
 
@@ -73,6 +66,11 @@ class Gate(NamedTuple):
     lower_bound: Any = None
     clamp: Any = None
     end: None = None
+
+
+def gate_argument(g: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None, options: DeltaOptions) -> Gate:
+    """The gate of a call as a kernel argument. options: Uses `lower_bound`, `clamp`."""
+    return Gate(g, strides(g), A_log, dt_bias, options.lower_bound, options.clamp or FLOOR)
 
 
 @triton.jit

@@ -12,9 +12,7 @@ from torch import Tensor
 from wyfold.tile.activation.triton import sigmoid, softplus
 from wyfold.tile.decay.triton import NEAR, load_gate_parameters
 from wyfold.tile.dot.triton import mm_exact
-from wyfold.tile.index.triton import (
-    store_token_scalars,
-)
+from wyfold.tile.index.triton import store_token_scalars, strides
 from wyfold.tile.index.triton.sub_chunks import store_token_sub_chunks
 
 
@@ -44,6 +42,29 @@ class GateGradient(NamedTuple):
     A_log: Any
     dt_bias: Any
     end: None = None
+
+
+def gate_gradient_argument(
+    dg: Tensor | None, dA_log: Tensor | None, ddt_bias: Tensor | None, shape: tuple[int, int, int], gates: int
+) -> GateGradient:
+    """The gradients of a call's gate as a kernel argument, with memory for the terms of its parameters' gradients.
+
+    Args:
+        dg, dA_log, ddt_bias: Gradients that are requested, or None.
+        shape: Tiles, value heads, and slices of K.
+        gates: Gates of a token and value head.
+    """
+    terms = None if dA_log is None else dA_log.new_empty(shape, dtype=torch.float32)
+    bias_terms = None if ddt_bias is None else ddt_bias.new_empty((*shape[:2], gates), dtype=torch.float32)
+    return GateGradient(dg, strides(dg), terms, bias_terms)
+
+
+def sum_terms(dgate: GateGradient, dA_log: Tensor | None, ddt_bias: Tensor | None) -> None:
+    """Write the gradients of a gate's parameters from their terms, summed in a fixed order."""
+    if dA_log is not None:
+        dA_log.copy_(dgate.A_log.sum((0, 2)).view_as(dA_log))
+    if ddt_bias is not None:
+        ddt_bias.copy_(dgate.dt_bias.sum(0).view_as(ddt_bias))
 
 
 @triton.jit
