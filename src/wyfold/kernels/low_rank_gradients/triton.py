@@ -48,7 +48,7 @@ from wyfold.tile.decay.triton.gradient import (
     store_gate_gradient,
     sum_channels,
 )
-from wyfold.tile.dot.triton import NARROWEST, contracts, mm, operand, precision, workspace
+from wyfold.tile.dot.triton import contracts, mm, operand, precision, right_operand, workspace
 from wyfold.tile.index.triton import (
     Packing,
     TokenRows,
@@ -93,8 +93,7 @@ def gradients(
     """
     q, (B, T, HV, V), K, C = rows.q, do.shape, rows.q.shape[3], grid.chunk_size
     config = tuned("low_rank_gradients.triton", key, q.device)
-    BK = min(config.blocks["BK"], max(NARROWEST, tile_width(K)))
-    BV = min(config.blocks["BV"], max(NARROWEST, tile_width(V)))
+    BK, BV = (right_operand(tile_width(W), config.blocks[name], q.dtype) for name, W in (("BK", K), ("BV", V)))
     two, tiles = options.rule not in ONE_COLUMN, grid.chunks * HV
     whole = {"q": out.q, "k": out.k, "a": out.a}
     direct = not options.qk_l2norm and HV == q.shape[2]

@@ -45,7 +45,7 @@ from wyfold.tile.decay.channel.triton.anchors import (
     to_loaded_layout,
 )
 from wyfold.tile.decay.triton import FLOOR, Gate, as_channels
-from wyfold.tile.dot.triton import contracts, exact, mm, mm_exact, operand, precision, workspace
+from wyfold.tile.dot.triton import contracts, exact, mm, mm_exact, operand, precision, right_operand, workspace
 from wyfold.tile.index.triton import (
     Packing,
     TokenRows,
@@ -91,9 +91,7 @@ def prepare(
             if x is not None:
                 x.zero_()
     config = tuned("low_rank_prepare.triton", launch_key(rows.q.dtype, K, V, C), rows.q.device)
-    BK, BE = min(whole, config.blocks["BK"]), min(whole, config.blocks["BE"])
-    # A thread holds all rows of its columns, one in the grams.
-    warps = config.warps
+    BK, BE = min(whole, config.blocks["BK"]), right_operand(whole, config.blocks["BE"], rows.q.dtype)
     launch_kernel(
         wyfold_low_rank_prepare_triton,
         tiles,
@@ -112,7 +110,7 @@ def prepare(
         backward=int(backward),
         SIZES=Sizes(
             H=H, HV=HV, HB=HV if rows.b is None else rows.b.shape[2], K=K, V=V, BT=C, BK=BK, BE=BE, BV=tile_width(V),
-            WARPS=warps, STAGES=config.stages,
+            WARPS=config.warps, STAGES=config.stages,
         ),
         FLAGS=Flags(
             PACKED=grid.cu is not None,
@@ -123,7 +121,7 @@ def prepare(
             PRECISION=precision(rows.q.dtype),
             EXACT=exact(rows.q.dtype),
         ),
-        **{**config.options(contract=contracts(rows.q.dtype)), "num_warps": warps},
+        **config.options(contract=contracts(rows.q.dtype)),
     )  # fmt: skip
     return found
 

@@ -32,6 +32,11 @@ def operand(dtype: torch.dtype) -> tl.dtype:
     return tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
 
 
+def right_operand(width: int, most: int, dtype: torch.dtype) -> int:
+    """Columns of a slice of a right operand: its width or `NARROWEST`, at most `most`, but not less in 16 bits."""
+    return max(min(max(width, NARROWEST), most), NARROWEST if workspace(dtype).itemsize == 2 else 0)
+
+
 def workspace(dtype: torch.dtype) -> torch.dtype:
     """Dtype of tiles passed between launches; float32 for float16, which unnormalised tiles would overflow."""
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
