@@ -92,7 +92,9 @@ class World:
     def backward(self, loss: Tensor) -> None:
         """Backward of the mean loss of the replicas, given this rank's share of its replica's loss."""
         # FSDP averages over all processes, but the ranks of one replica have shares of one loss, which must be summed.
-        (loss * self.cp).backward()
+        # A single process stays on this thread: the second one makes the host slower (docs/facts/host.md, HOST-5).
+        with torch.autograd.set_multithreading_enabled(self.processes > 1):
+            (loss * self.cp).backward()
 
     def mean_loss(self, loss: Tensor) -> Tensor:
         """Mean loss of the replicas, given this rank's share of its replica's loss."""

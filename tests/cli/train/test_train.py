@@ -533,6 +533,17 @@ def alone():
     return folder, history(folder / "alone")
 
 
+def test_the_backward_of_a_single_process_stays_on_its_thread():
+    seen = []
+    for cp in (1, 2):
+        x = torch.ones(2, requires_grad=True)
+        x.register_hook(lambda dx: seen.append(torch.autograd.is_multithreading_enabled()))
+        world = World(torch.device("cpu"))
+        world.cp = cp
+        world.backward(x.sum())
+    assert seen == [False, True] and torch.autograd.is_multithreading_enabled()
+
+
 def two_replicas_of_two_ranks(given, group):
     """Run of four processes: two replicas, the rows of each shared by two ranks."""
     folder, truth = given
