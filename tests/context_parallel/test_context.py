@@ -260,6 +260,8 @@ MODULES = {
     "GatedDeltaNet": Modules(lambda: layers.GatedDeltaNet(24, 2, 4, 16, 8), "zigzag"),
     "GatedDeltaNet2": Modules(lambda: layers.GatedDeltaNet2(24, 2, 4, 16, 8), "fragments"),
     "KimiDeltaAttention": Modules(lambda: layers.KimiDeltaAttention(24, 2, 4, 16, 8), "contiguous"),
+    "GatedLinearAttention": Modules(lambda: layers.GatedLinearAttention(24, 2, 4, 16, 8), "zigzag"),
+    "RWKV7TimeMix": Modules(lambda: layers.RWKV7TimeMix(24, 2, 16, 8), "fragments"),
     "TTTLinear": Modules(lambda: layers.TTTLinear(24, 2, 4, 16), "fragments"),
     "SoftmaxAttention": Modules(lambda: layers.SoftmaxAttention(24, 4, 2, 8), "contiguous"),
     "window, zigzag": Modules(lambda: layers.SoftmaxAttention(24, 4, 2, 8, window=30), "zigzag"),
@@ -268,6 +270,11 @@ MODULES = {
     "Decoder": Modules(
         lambda: Decoder(DecoderConfig(hidden_size=24, num_layers=2, pattern="kda attention", num_heads=2, head_dim=8)),
         "contiguous",
+        integers=True,
+    ),
+    "Decoder with a value residual": Modules(
+        lambda: Decoder(DecoderConfig(hidden_size=24, num_layers=2, pattern="rwkv7", num_heads=2, head_dim=8)),
+        "zigzag",
         integers=True,
     ),
 }

@@ -192,7 +192,7 @@ class RWKV7TimeMix(nn.Module):
         )
         if cache is not None:
             cache["state"] = state
-        y = self._read_out(o, rows, layout)
+        y = self._read_out(o, rows, layout if cp_context is None else cp_context.layout)
         return (y, rows.first_value) if return_value else y
 
     def _check_first_value(self, x: Tensor, first_value: Tensor | None) -> None:
@@ -211,8 +211,13 @@ class RWKV7TimeMix(nn.Module):
     def _shifted(
         self, x: Tensor, layout: SequenceLayout | None, cache: LayerCache | None, cp_context: ContextParallel | None
     ) -> Tensor:
-        """x_(t-1) - x_t [B, T, hidden_size], with zeros before a sequence: a convolution by the taps 1 and -1."""
+        """x_(t-1) - x_t [B, T, hidden_size], with zeros before a sequence: a convolution by the taps 1 and -1.
+
+        Over ranks the filter has the length of the context, with zeros in front.
+        """
         taps = torch.linspace(1, -1, 2, dtype=x.dtype, device=x.device).repeat(self.hidden_size, 1)
+        if cp_context is not None and cp_context.conv1d_kernel_size is not None:
+            taps = F.pad(taps, (cp_context.conv1d_kernel_size - 2, 0))
         difference, latest = causal_conv1d(
             x,
             taps,
