@@ -26,7 +26,6 @@ from wyfold.tile.index.triton import (
     load_tokens,
     map_slot,
     sequence_span,
-    store_map,
     store_tile,
     store_tokens,
 )
@@ -91,7 +90,7 @@ def path_factors(k: Tensor, w: Tensor, beta: Tensor, grid: ChunkGrid, block: int
         return  # no sequence has a whole block
     launch_kernel(
         wyfold_path_blocks_triton,
-        grid.chunks * H,
+        grid.chunks * H * max(1, sizes["BK"] // 64),
         out.w,
         out.W,
         out.k,
@@ -121,7 +120,7 @@ def path_cache(
         out: [B, S + T, H, K], any strides, zero past the last boundary and where there is no earlier key.
     """
     (_, _, H, K), dtype = factors.w.shape, out.dtype
-    config = tuned("path_blocks.triton", launch_key(dtype, K), out.device)
+    config = tuned("path_blocks.triton", launch_key(dtype, K, "cache"), out.device)
     S = 0 if past is None else past.shape[1]
     launch_kernel(
         wyfold_path_cache_triton,
@@ -170,23 +169,28 @@ def wyfold_path_chunks_triton(
     if PACKED:
         if i_n == N:
             return
-    o = tl.arange(0, BT)
+    at, o = TokenRows(b, t, rows), tl.arange(0, BT)
     below = o[:, None] > o[None, :]
-    b_w = load_tokens(p_w, s_w, TokenRows(b, t, rows), i_h, 0, K, BT, BK).to(tl.float32)
-    b_k = load_tokens(p_k, s_k, TokenRows(b, t, rows), i_h, 0, K, BT, BK)
-    b_beta = load_token_scalars(p_beta, s_beta, TokenRows(b, t, rows), i_h, BT)
-    b_N = mm_exact(b_w, tl.trans(b_w), None, EXACT)
+    BE: tl.constexpr = BK if BK < 64 else 64  # columns at a time: all of them would need more registers than there are
+    b_N = tl.zeros((BT, BT), tl.float32)
+    b_J = tl.zeros((BT, BT), tl.float32)
+    for part in range(0, BK, BE):
+        b_w = load_tokens(p_w, s_w, at, i_h, part, K, BT, BE).to(tl.float32)
+        store_tokens(p_rounded, s_rows, at, i_h, part, b_w, K)
+        b_N += mm_exact(b_w, tl.trans(b_w), None, EXACT)
+        b_J += mm_exact(b_w, tl.trans(load_tokens(p_k, s_k, at, i_h, part, K, BT, BE)), None, EXACT)
+    b_beta = load_token_scalars(p_beta, s_beta, at, i_h, BT)
     b_L = tl.where(below, b_N * b_beta[:, None], 0.0)
     b_LT = tl.where(o[:, None] < o[None, :], tl.trans(b_N) * b_beta[None, :], 0.0)
     b_A = tl.trans(inverse_transposed(b_L, b_LT, BT, EXACT, WARPS))
-    b_W = mm_exact(b_A, b_w * b_beta[:, None], None, EXACT)
-    b_J = tl.where(below, mm_exact(b_w, tl.trans(b_k), None, EXACT), 0.0)
-    b_E = mm_exact(b_A, b_J * b_beta[:, None], None, EXACT)
-    b_end = b_k.to(tl.float32) - mm_exact(tl.trans(b_E), b_w, None, EXACT)
-    store_tokens(p_rounded, s_rows, TokenRows(b, t, rows), i_h, 0, b_w, K)
-    store_tokens(p_W, s_rows, TokenRows(b, t, rows), i_h, 0, b_W, K)
-    store_tokens(p_end, s_rows, TokenRows(b, t, rows), i_h, 0, b_end, K)
-    store_tokens(p_E, s_E, TokenRows(b, t, rows), i_h, 0, b_E, BT)
+    b_E = mm_exact(b_A, tl.where(below, b_J, 0.0) * b_beta[:, None], None, EXACT)
+    store_tokens(p_E, s_E, at, i_h, 0, b_E, BT)
+    for part in range(0, BK, BE):
+        b_w = load_tokens(p_w, s_w, at, i_h, part, K, BT, BE).to(tl.float32)
+        b_W = mm_exact(b_A, b_w * b_beta[:, None], None, EXACT)
+        store_tokens(p_W, s_rows, at, i_h, part, b_W, K)
+        b_end = load_tokens(p_k, s_k, at, i_h, part, K, BT, BE).to(tl.float32)
+        store_tokens(p_end, s_rows, at, i_h, part, b_end - mm_exact(tl.trans(b_E), b_w, None, EXACT), K)
 
 
 @triton.jit(do_not_specialize=["N", "T", "per_sequence"])
@@ -195,9 +199,15 @@ def wyfold_path_blocks_triton(
     BT: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, OP: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Keys and map of one whole block of one key head; programs of chunks that begin none do nothing."""
+    """Some rows of the map of one whole block of one key head, and the same columns of its keys.
+
+    Rows of a map do not depend on each other. Programs of chunks that begin no block do nothing.
+    """
+    BR: tl.constexpr = BK if BK < 64 else 64
     i_tile = tl.program_id(0).to(tl.int64)
-    i_c, i_h = i_tile // H, i_tile % H
+    part = (i_tile % (BK // BR)).to(tl.int32) * BR
+    i_h = i_tile // (BK // BR) % H
+    i_c = i_tile // (BK // BR * H)
     i_n, i_s, b, t, _ = chunk_span(i_c, packing, T, per_sequence, PACKED, BT)
     left = T - t
     if PACKED:
@@ -206,20 +216,25 @@ def wyfold_path_blocks_triton(
         left = tl.load(packing.cu + i_n + 1) - t
     if i_s % BLOCK != 0 or left < BLOCK * BT:
         return
-    b_D = tl.zeros((BK, BK), tl.float32)  # the map less the identity
+    i_block = map_slot(b, t, T, BLOCK * BT) * H + i_h
+    b_D = tl.zeros((BR, BK), tl.float32)  # the map less the identity
     for i in range(BLOCK):
-        at = t + (BLOCK - 1 - i) * BT
+        at = TokenRows(b, t + (BLOCK - 1 - i) * BT, BT)
         if p_after is not None:
-            i_map = (map_slot(b, t, T, BLOCK * BT) * H + i_h) * BLOCK + BLOCK - 1 - i
-            store_tile(p_after, i_map, 0, 0, b_D, BK, BK, BK, BK)
-        b_k = load_tokens(p_end, s_rows, TokenRows(b, at, BT), i_h, 0, K, BT, BK)
-        b_w = load_tokens(p_w, s_rows, TokenRows(b, at, BT), i_h, 0, K, BT, BK)
-        b_W = load_tokens(p_W, s_rows, TokenRows(b, at, BT), i_h, 0, K, BT, BK)
-        b_moved = b_k.to(tl.float32) + mm(b_k, tl.trans(b_D), None, OP, PRECISION)
-        store_tokens(p_blocks, s_rows, TokenRows(b, at, BT), i_h, 0, b_moved, K)
-        b_u = tl.trans(b_w).to(tl.float32) + mm_exact(b_D, tl.trans(b_w), None, EXACT)
-        b_D -= mm_exact(b_u, b_W, None, EXACT)
-    store_map(p_M, map_slot(b, t, T, BLOCK * BT) * H + i_h, b_D, K, BK)
+            store_tile(p_after, i_block * BLOCK + BLOCK - 1 - i, part, 0, b_D, BK, BK, BR, BK)
+        b_k = load_tokens(p_end, s_rows, at, i_h, 0, K, BT, BK)
+        b_moved = load_tokens(p_end, s_rows, at, i_h, part, K, BT, BR).to(tl.float32)
+        b_moved += mm(b_k, tl.trans(b_D), None, OP, PRECISION)
+        store_tokens(p_blocks, s_rows, at, i_h, part, b_moved, K)
+        b_w = load_tokens(p_w, s_rows, at, i_h, 0, K, BT, BK)
+        b_u = tl.trans(load_tokens(p_w, s_rows, at, i_h, part, K, BT, BR)).to(tl.float32)
+        b_u += mm_exact(b_D, tl.trans(b_w), None, EXACT)
+        b_W = load_tokens(p_W, s_rows, at, i_h, 0, K, BT, BK)
+        if OP == tl.bfloat16:
+            b_D = mm_exact(-b_u, b_W, b_D, EXACT)
+        else:
+            b_D -= mm_exact(b_u, b_W, None, EXACT)
+    store_tile(p_M, i_block, part, 0, b_D, K, K, BR, BK)
 
 
 @triton.jit(do_not_specialize=["T", "per_sequence", "S"])

@@ -191,44 +191,45 @@ def wyfold_path_own_factors_bwd_triton(
         if i_n == N:
             return
     at = TokenRows(b, t, rows)
-    b_sum = load_tokens(out.dv, out.s_dv, at, i_h, 0, V, BT, BV)
-    for e in range(G):
-        b_left = load_tokens(tiles.p, tiles.s, at, i_h * G + e, 0, BT, BT, BT)
-        b_do = load_tokens(x.do, x.s_do, at, i_h * G + e, 0, V, BT, BV)
-        b_sum = mm(tl.trans(b_left), b_do, b_sum, OP, PRECISION)
-    store_tokens(out.v, out.s_v, at, i_h, 0, b_sum, V)
+    EV: tl.constexpr = BV if BV < 64 else 64  # columns at a time: all of them would need more registers than there are
+    EK: tl.constexpr = BK if BK < 64 else 64
+    for part in range(0, BV, EV):
+        b_dv = load_tokens(out.dv, out.s_dv, at, i_h, part, V, BT, EV)
+        for e in range(G):
+            b_p = load_tokens(tiles.p, tiles.s, at, i_h * G + e, 0, BT, BT, BT)
+            b_do = load_tokens(x.do, x.s_do, at, i_h * G + e, part, V, BT, EV)
+            b_dv = mm(tl.trans(b_p), b_do, b_dv, OP, PRECISION)
+        store_tokens(out.v, out.s_v, at, i_h, part, b_dv, V)
 
-    b_dk = load_tokens(out.dk, x.s_rows, at, i_h, 0, K, BT, BK)  # of the keys at the chunk's end
-    b_w = load_tokens(x.w, x.s_rows, at, i_h, 0, K, BT, BK)
-    b_dE = mm(b_w, tl.trans(b_dk), None, OP, PRECISION)
+    b_dE = tl.zeros((BT, BT), tl.float32)
+    for part in range(0, BK, EK):
+        b_w = load_tokens(x.w, x.s_rows, at, i_h, part, K, BT, EK)
+        b_dk = load_tokens(out.dk, x.s_rows, at, i_h, part, K, BT, EK)  # of the keys at the chunk's end
+        b_dE = mm(b_w, tl.trans(b_dk), b_dE, OP, PRECISION)
     for e in range(G):
-        b_left = load_tokens(tiles.P, tiles.s, at, i_h * G + e, 0, BT, BT, BT)
+        b_P = load_tokens(tiles.P, tiles.s, at, i_h * G + e, 0, BT, BT, BT)
         b_dZ = load_tokens(tiles.dZ, tiles.s, at, i_h * G + e, 0, BT, BT, BT)
-        b_dE = mm(tl.trans(b_left), b_dZ, b_dE, OP, PRECISION)
+        b_dE = mm(tl.trans(b_P), b_dZ, b_dE, OP, PRECISION)
     store_tokens(out.dE, x.s_E, at, i_h, 0, -b_dE, BT)
 
-    b_sum = load_tokens(out.dw, x.s_rows, at, i_h, 0, K, BT, BK)
-    b_E = load_tokens(x.E, x.s_E, at, i_h, 0, BT, BT, BT)
-    b_sum -= mm(b_E, b_dk, None, OP, PRECISION)
-    for e in range(G):
-        b_left = load_tokens(tiles.dP, tiles.s, at, i_h * G + e, 0, BT, BT, BT)
-        b_q = load_tokens(x.q, x.s_q, at, i_h * G + e, 0, K, BT, BK)
-        b_sum = mm(tl.trans(b_left), b_q, b_sum, OP, PRECISION)
-    store_tokens(out.dw, x.s_rows, at, i_h, 0, b_sum, K)
-
-    for e in range(G):
-        b_left = load_tokens(tiles.dZ, tiles.s, at, i_h * G + e, 0, BT, BT, BT)
-        b_q = load_tokens(x.q, x.s_q, at, i_h * G + e, 0, K, BT, BK)
-        b_dk = mm(tl.trans(b_left), b_q, b_dk, OP, PRECISION)
-    store_tokens(out.dk, x.s_rows, at, i_h, 0, b_dk, K)
-
-    b_sum = tl.zeros((BT, BK), tl.float32)
-    for e in range(G):
-        b_left = load_tokens(tiles.P, tiles.s, at, i_h * G + e, 0, BT, BT, BT)
-        b_dq = load_tokens(p_dq, s_dq, at, i_h * G + e, 0, K, BT, BK)
-        b_sum = mm(tl.trans(b_left), b_dq, b_sum, OP, PRECISION)
-    b_dW = load_tokens(out.dW, x.s_rows, at, i_h, 0, K, BT, BK)
-    store_tokens(out.dW, x.s_rows, at, i_h, 0, b_dW - b_sum, K)
+    for part in range(0, BK, EK):
+        b_dk = load_tokens(out.dk, x.s_rows, at, i_h, part, K, BT, EK)
+        b_E = load_tokens(x.E, x.s_E, at, i_h, 0, BT, BT, BT)
+        b_dw = load_tokens(out.dw, x.s_rows, at, i_h, part, K, BT, EK) - mm(b_E, b_dk, None, OP, PRECISION)
+        b_dW = tl.zeros((BT, EK), tl.float32)
+        for e in range(G):
+            b_q = load_tokens(x.q, x.s_q, at, i_h * G + e, part, K, BT, EK)
+            b_dP = load_tokens(tiles.dP, tiles.s, at, i_h * G + e, 0, BT, BT, BT)
+            b_dw = mm(tl.trans(b_dP), b_q, b_dw, OP, PRECISION)
+            b_dZ = load_tokens(tiles.dZ, tiles.s, at, i_h * G + e, 0, BT, BT, BT)
+            b_dk = mm(tl.trans(b_dZ), b_q, b_dk, OP, PRECISION)
+            b_P = load_tokens(tiles.P, tiles.s, at, i_h * G + e, 0, BT, BT, BT)
+            b_dq = load_tokens(p_dq, s_dq, at, i_h * G + e, part, K, BT, EK)
+            b_dW = mm(tl.trans(b_P), b_dq, b_dW, OP, PRECISION)
+        store_tokens(out.dw, x.s_rows, at, i_h, part, b_dw, K)
+        store_tokens(out.dk, x.s_rows, at, i_h, part, b_dk, K)
+        b_dW = load_tokens(out.dW, x.s_rows, at, i_h, part, K, BT, EK) - b_dW
+        store_tokens(out.dW, x.s_rows, at, i_h, part, b_dW, K)
 
 
 @triton.jit

@@ -243,15 +243,6 @@ def load_map(p_M, i, K: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def store_map(p_M, i, b_D, K: tl.constexpr, BK: tl.constexpr):
-    """Store the i-th map, rounding once."""
-    o = tl.arange(0, BK)
-    inside = (o[:, None] < K) & (o[None, :] < K)
-    p = p_M + i.to(tl.int64) * (K * K) + o[:, None] * K + o[None, :]
-    tl.store(p, b_D.to(p_M.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def stack(x, y):
     """The rows of x, then those of y.   2 x [BT, BW] -> [2 BT, BW]"""
     return tl.join(x, y).permute(2, 0, 1).reshape(2 * x.shape[0], x.shape[1])
