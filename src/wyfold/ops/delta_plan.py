@@ -21,6 +21,7 @@ from wyfold.kernels.trial import Trial
 from wyfold.ops.delta_checks import CheckedDelta, DeltaFlags, cast_columns, check_call
 from wyfold.ops.delta_trials import call_trials
 from wyfold.ops.delta_widths import fitted
+from wyfold.ops.serving_checks import ServingFlags
 from wyfold.runtime import check, kernel_configs, segment_rule, triton_support
 from wyfold.runtime.chunk_layout import CHUNK_SIZES, Cut, expected_segments, max_borders
 from wyfold.runtime.differentiation import traced
@@ -80,9 +81,26 @@ def _options(t: DeltaTensors, flags: DeltaFlags, checked: CheckedDelta) -> Delta
     """The options of a checked call, with kernels as its backend."""
     chunk_size = _chunk_size_of(t, flags, checked)
     cut = _cut_of(t, flags, checked, chunk_size)
+    state_dtype = flags.state_dtype or check.state_dtypes(t.q)[0]
+    return checked_options(flags, checked, chunk_size, cut, state_dtype)._replace(
+        recurrent=flags.recurrent,
+        final_state=flags.output_final_state,
+        # A traced program decides itself what to save for its backward.
+        save=check.any_requires_grad([t[index] for index in LEARNING]) and not traced(),
+        keep_factors=flags.disable_recompute,
+        unit=gradient_unit(checked.scale, t.q.dtype),
+        rule=flags.rule,
+        erases=flags.erases,
+    )
+
+
+def checked_options(
+    flags: DeltaFlags | ServingFlags, checked: CheckedDelta, chunk_size: int, cut: Cut, state_dtype: torch.dtype
+) -> DeltaOptions:
+    """The options of a checked call on kernels: chunk by chunk, without a backward, and with final states."""
     return DeltaOptions(
         operator=flags.op,
-        recurrent=flags.recurrent,
+        recurrent=False,
         scale=checked.scale,
         qk_l2norm=flags.use_qk_l2norm_in_kernel,
         activation=checked.activation,
@@ -91,19 +109,15 @@ def _options(t: DeltaTensors, flags: DeltaFlags, checked: CheckedDelta) -> Delta
         beta_logit=flags.use_beta_sigmoid_in_kernel,
         beta_most=2.0 if flags.allow_neg_eigval else 1.0,
         state_v_first=flags.state_v_first,
-        state_dtype=flags.state_dtype or check.state_dtypes(t.q)[0],
-        final_state=flags.output_final_state,
+        state_dtype=state_dtype,
+        final_state=True,
         chunk_size=chunk_size,
         checkpoint_every=checked.every,
-        # A traced program decides itself what to save for its backward.
-        save=check.any_requires_grad([t[index] for index in LEARNING]) and not traced(),
-        keep_factors=flags.disable_recompute,
+        save=False,
+        keep_factors=False,
         backend="triton",
         segment_chunks=cut.chunks,
         segments=cut.most,
-        unit=gradient_unit(checked.scale, t.q.dtype),
-        rule=flags.rule,
-        erases=flags.erases,
     )
 
 

@@ -15,6 +15,7 @@ from wyfold.ops.delta_plan import (
     SEGMENT_STAGES,
     best_chunk_size,
     call_cut,
+    checked_options,
     launch_keys,
     low_rank_keys,
     position_grids,
@@ -110,29 +111,9 @@ def _options(t: ServingTensors, flags: ServingFlags, checked: CheckedDelta) -> D
         if not every and rule.rule == "delta":  # checkpoints are the states of one scan
             eager = runs_eagerly(t.q, flags.backend)
             cut = call_cut(t.q, t.v, chunk_size, flags.max_splits, packed=checked.packed, eager=eager)
-    return DeltaOptions(
-        operator=flags.op,
-        recurrent=not flags.chunked,
-        scale=checked.scale,
-        qk_l2norm=flags.use_qk_l2norm_in_kernel,
-        activation=checked.activation,
-        lower_bound=checked.lower_bound,
-        clamp=checked.clamp,
-        beta_logit=flags.use_beta_sigmoid_in_kernel,
-        beta_most=2.0 if flags.allow_neg_eigval else 1.0,
-        state_v_first=flags.state_v_first,
-        state_dtype=torch.float64 if t.q.dtype == torch.float64 else torch.float32,
-        final_state=True,
-        chunk_size=chunk_size,
-        checkpoint_every=every,
-        save=False,
-        keep_factors=False,
-        backend="triton",
-        segment_chunks=cut.chunks,
-        segments=cut.most,
-        rule=rule.rule,
-        erases=rule.erases,
-    )
+    dtype = torch.float64 if t.q.dtype == torch.float64 else torch.float32
+    options = checked_options(flags, checked._replace(every=every), chunk_size, cut, dtype)
+    return options._replace(recurrent=not flags.chunked, rule=rule.rule, erases=rule.erases)
 
 
 def _keys(
