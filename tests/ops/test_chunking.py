@@ -13,7 +13,7 @@ from wyfold.runtime import triton_support
     "architecture, dtype, K, V, group, expected",
     [
         ("sm_90", torch.bfloat16, 128, 128, 1, 64),
-        ("sm_90", torch.bfloat16, 128, 128, 2, 32),
+        ("sm_90", torch.bfloat16, 128, 128, 2, 64),
         ("sm_90", torch.bfloat16, 128, 64, 1, 32),
         ("sm_90", torch.float16, 128, 128, 1, 32),
         ("sm_90", torch.float64, 128, 128, 1, 32),
