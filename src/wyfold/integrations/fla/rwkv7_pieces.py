@@ -86,8 +86,9 @@ def channel_mixing_rwkv7(
         last: [T, D], x of the last row of the batch, as fla returns it.
     """
     check.shapes("channel_mixing_rwkv7", x=(x, "B T D"))
-    before = torch.cat([x_prev.reshape(x.shape[0], 1, x.shape[2]).to(x.dtype), x[:, :-1]], 1)
-    mix = torch.addcmul(_wide(x), _wide(before) - _wide(x), _wide(x_k)).to(x.dtype)
+    wide = _wide(x)  # once, so that the gradients of its uses are added in float32
+    before = torch.cat([_wide(x_prev).reshape(x.shape[0], 1, x.shape[2]), wide[:, :-1]], 1)
+    mix = torch.addcmul(wide, before - wide, _wide(x_k)).to(x.dtype)
     hidden = _wide(mix @ key_weight).relu().square().to(x.dtype)
     return hidden @ value_weight, x[-1]
 
