@@ -95,7 +95,7 @@ def kernels(
     return found
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.parametrize("op, names", KERNELS.items())
 def test_descriptors_pointers_strides_and_packed(op: str, names: tuple[str, ...]):
     with_strides = tuple(name for name in names if "scan" not in name)
@@ -139,7 +139,7 @@ def test_strided_channel_gates():
     assert factors("chunk_kda", apart) == factors("chunk_kda", rows)
 
 
-@pytest.mark.parametrize("C, K", [(16, 24), (32, 128), (64, 128)])
+@pytest.mark.parametrize("C, K", [pytest.param(16, 24, marks=pytest.mark.release), (64, 128)])
 def test_key_grams_with_a_channel_gate(C: int, K: int):
     def gram(k: torch.Tensor, g: torch.Tensor, **options: object) -> tuple[collections.Counter[str], ...]:
         found = []
