@@ -8,6 +8,7 @@ as it does for a single tile. What the unpatched interpreter does:
 - It reduces several tiles at once element by element, even if the reduction is a sum.
 - It checks every sum and product of integers for overflow, with a dozen operations, and reports it only when debugging.
 - It compares equal shapes and identical types part by part, and builds a table of types for every lookup.
+- It compares the sizes of numpy's and Triton's type of every tile.
 - It promotes and broadcasts the operands of every sum, product and comparison with a dozen calls, even if they have one
   type and numpy would broadcast them. It makes a tile of every number.
 
@@ -69,6 +70,11 @@ def tensor_init(self: tensor, handle: Any, type: tl.dtype) -> None:
     """Constructor of a tile that takes the shape from its type."""
     self.handle, self.type, self.dtype = handle, type, type.scalar
     self.shape, self.numel = type.parts if type.is_block() else NO_SHAPE
+
+
+def handle_init(self: TensorHandle, data: Any, dtype: tl.dtype, attr: dict[str, Any] | None = None) -> None:
+    """Constructor of a tile's data that does not compare the sizes of numpy's and Triton's type."""
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
 
 
 def shape_of(sizes: tuple[int, ...]) -> tuple[Any, constexpr]:
@@ -350,4 +356,5 @@ def install() -> None:
         InterpretedFunction.__call__ = patch_once(InterpretedFunction.__call__)
         block_type.__init__ = cached_type(block_type.__init__)
         tensor.__init__ = tensor_init
+        TensorHandle.__init__ = handle_init
         ReduceOps.apply_impl = sum_tiles(ReduceOps.apply_impl)
