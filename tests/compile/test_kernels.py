@@ -111,9 +111,9 @@ def test_every_launch_decides_about_fused_multiply_adds():
     assert launches and not {launch.function for launch in launches if "enable_fp_fusion" not in launch.options}
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_kernels_compile_for_amd():
-    """In another process, which pretends to have PyTorch for ROCm. `make compile` compiles all calls."""
+    """In another process, which pretends to have PyTorch for ROCm."""
     words = ["-j", "1", "-a", "gfx942", "-c", "chunk_gated_delta_rule float16 K64 V64"]
     done = subprocess.run([sys.executable, "-m", "tests.compile.aot", *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -188,6 +188,7 @@ def test_trees_distinguish_contracted_products():
     assert trees(swapped) != trees(swapped.replace("%f5, %f4, %f1, %f0", "%f5, %f0, %f1, %f4"))
 
 
+@pytest.mark.release
 def test_strided_rows_of_ttt():
     """With rows that do not begin at multiples of 16 elements."""
 
