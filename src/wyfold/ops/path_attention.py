@@ -131,7 +131,9 @@ def _make_plan(t: PathTensors, values: tuple[Any, ...]) -> PathOptions:
     rows = in_autocast_dtype(*t[:3])
     check.same_attribute(op, "dtype", **dict(zip("qkv", rows, strict=True)))
     options = PathOptions(factor, factor if gate_scaled else 1.0, use_cache, "triton", check.any_requires_grad(t))
-    return options._replace(backend=_plan(_with_rows(t, *rows), options, backend).backend)
+    chosen = _plan(_with_rows(t, *rows), options, backend).backend
+    # The eager form keeps nothing for a backward, so its options do not depend on whether gradients are enabled.
+    return options._replace(backend=chosen, differentiated=options.differentiated and chosen != "eager")
 
 
 def _run(options: PathOptions, t: PathTensors, _: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
