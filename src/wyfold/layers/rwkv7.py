@@ -183,10 +183,10 @@ class RWKV7TimeMix(nn.Module):
         across = {} if cp_context is None else {"cp_context": cp_context}  # the recurrent form has no such argument
         o, state = rule(
             *rows[:6],
-            initial_state=state,
-            output_final_state=cache is not None,
-            state_dtype=None if state is None else state.dtype,
             cu_seqlens=layout,
+            initial_state=state,
+            state_dtype=None if state is None else state.dtype,
+            output_final_state=cache is not None,
             backend=self.backend,
             **across,
         )

@@ -153,7 +153,29 @@ def rmsnorm_fn(
     return layernorm_fn(x, weight, bias, z, eps, group_size, norm_before_gate, True)
 
 
-class _GatedNorm(nn.Module):
+class NormParameters(nn.Module):
+    """Parameters of a norm of the last dimension: `weight` and `bias` [hidden_size], or None."""
+
+    hidden_size: int
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def _add_parameters(
+        self, weight: bool, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        for name, used in (("weight", weight), ("bias", bias)):
+            parameter = nn.Parameter(torch.empty(self.hidden_size, device=device, dtype=dtype)) if used else None
+            self.register_parameter(name, parameter)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class _GatedNorm(NormParameters):
     """Parameters of a norm with a gate, `weight` and `bias` [hidden_size] or None, and its options."""
 
     def __init__(
@@ -170,18 +192,7 @@ class _GatedNorm(nn.Module):
         check.choice(type(self).__name__, "activation", activation, ("swish", "silu", "sigmoid"))
         self.hidden_size, self.elementwise_affine = hidden_size, elementwise_affine
         self.eps, self.activation = eps, activation
-        self.weight: nn.Parameter | None
-        self.bias: nn.Parameter | None
-        for name, used in (("weight", elementwise_affine), ("bias", elementwise_affine and bias)):
-            parameter = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if used else None
-            self.register_parameter(name, parameter)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        if self.weight is not None:
-            nn.init.ones_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        self._add_parameters(elementwise_affine, elementwise_affine and bias, device, dtype)
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.eps}, activation={self.activation!r}"

@@ -70,11 +70,6 @@ class GatedDeltaNet2(Mixer):
         self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
         self.reset_parameters()
 
-    def _low_rank(self, width: int, bias: bool) -> nn.Sequential:
-        """A projection through V channels."""
-        inner = nn.Linear(self.hidden_size, self.head_v_dim, bias=False)
-        return nn.Sequential(inner, nn.Linear(self.head_v_dim, width, bias=bias))
-
     def reset_parameters(self) -> None:
         """Draw the parameters of the decay: A from (1, 16), and steps of 0.001 to 0.1."""
         with torch.no_grad():

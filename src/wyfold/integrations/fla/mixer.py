@@ -45,6 +45,11 @@ class Mixer(nn.Module):
     use_short_conv: bool
     o_norm: nn.Module
 
+    def _low_rank(self, width: int, bias: bool) -> nn.Sequential:
+        """A projection through V channels."""
+        inner = nn.Linear(self.hidden_size, self.head_v_dim, bias=False)
+        return nn.Sequential(inner, nn.Linear(self.head_v_dim, width, bias=bias))
+
     def _check_sizes(self, keys: str, values: str) -> None:
         """Check mode, heads, and the widths K and V, which are made of the arguments named by `keys` and `values`."""
         name = type(self).__name__

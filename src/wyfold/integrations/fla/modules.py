@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from wyfold.integrations.fla.gated_norms import NormParameters
 from wyfold.integrations.fla.pieces import causal_conv1d, l2norm
 from wyfold.integrations.fla.recurrences import Result
 from wyfold.runtime import check
@@ -155,7 +156,7 @@ class L2Norm(nn.Module):
         return l2norm(x, self.eps, self.output_dtype)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(NormParameters):
     """Root-mean-square norm of the last dimension, computed in float32; fla's module of that name.
 
         y = x / sqrt(mean x^2 + eps) * weight + bias
@@ -179,18 +180,7 @@ class RMSNorm(nn.Module):
     ):
         super().__init__()
         self.hidden_size, self.elementwise_affine, self.eps = hidden_size, elementwise_affine, eps
-        self.weight: nn.Parameter | None
-        self.bias: nn.Parameter | None
-        for name, used in (("weight", elementwise_affine), ("bias", elementwise_affine and bias)):
-            parameter = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if used else None
-            self.register_parameter(name, parameter)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        if self.weight is not None:
-            nn.init.ones_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        self._add_parameters(elementwise_affine, elementwise_affine and bias, device, dtype)
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
