@@ -12,15 +12,12 @@ from wyfold.context_parallel.context import ContextParallel
 from wyfold.kernels import table
 from wyfold.layers.cache import LayerCache, LayerPool
 from wyfold.layers.conv import ShortConvolution
-from wyfold.layers.layer_call import sequences
+from wyfold.layers.layer_call import run_rule, sequences
 from wyfold.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
 from wyfold.ops.delta_widths import WIDEST_KEY, WIDEST_VALUE
 from wyfold.ops.serving_delta import decode, prefill
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
-
-# A chunk is padded to 16 tokens or more, so the recurrence is less work for up to this many tokens.
-RECURRENT_TOKENS = 8
 
 
 class DeltaMixer(nn.Module):
@@ -169,28 +166,22 @@ class DeltaMixer(nn.Module):
             raise ValueError(f"{type(self).__name__}: cp_context must be None, got one; use other layers over ranks")
         qkv = self.conv(self.qkv(x), layout=layout, cache=cache, cp_context=cp_context)
         q, k, v = self._heads(qkv)
-        state = None if cache is None else cache.get("state")
-        chunk, recurrent = self.operators
-        rule = chunk if cache is None or x.shape[1] > RECURRENT_TOKENS else recurrent
-        across = {} if cp_context is None else {"cp_context": cp_context}  # recurrent forms have no such argument
-        o, state = rule(
-            q,
-            k,
-            v,
-            beta=self._rows(self.beta(x), self.num_v_heads),
+        options = {
+            "beta": self._rows(self.beta(x), self.num_v_heads),
             **self.gate_arguments(x),
-            initial_state=state,
-            output_final_state=cache is not None,
-            use_qk_l2norm_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            allow_neg_eigval=self.allow_neg_eigval,
-            state_dtype=None if state is None else state.dtype,
-            cu_seqlens=layout,
+            "use_qk_l2norm_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True,
+            "allow_neg_eigval": self.allow_neg_eigval,
+        }
+        o = run_rule(
+            self.operators,
+            (q, k, v),
+            layout=layout,
+            cache=cache,
+            cp_context=cp_context,
             backend=self.backend,
-            **across,
+            options=options,
         )
-        if cache is not None:
-            cache["state"] = state
         return self.out(self.read_out(o, x).flatten(2))
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

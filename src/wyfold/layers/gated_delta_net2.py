@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.kernels import table
 from wyfold.layers.cache import LayerCache
 from wyfold.layers.conv import ShortConvolution
-from wyfold.layers.delta_net import RECURRENT_TOKENS, grouped_heads, head_widths
+from wyfold.layers.delta_net import grouped_heads, head_widths
 from wyfold.layers.gated_delta_net import DecayParameters
-from wyfold.layers.layer_call import sequences
+from wyfold.layers.layer_call import run_rule, sequences
 from wyfold.layers.norm import GatedRMSNorm
 from wyfold.ops.gates import fused_beta_sigmoid
 from wyfold.ops.gdn2 import chunk_gdn2, fused_recurrent_gdn2
@@ -119,31 +117,29 @@ class GatedDeltaNet2(nn.Module):
         q, k, v = qkv.split(self.channels, dim=-1)
         q, k = (rows.unflatten(-1, (self.num_heads, self.head_dim)) for rows in (q, k))
         A_log, dt_bias = self.decay_parameters()
-        state = None if cache is None else cache.get("state")
-        rule: Any = chunk_gdn2 if cache is None or x.shape[1] > RECURRENT_TOKENS else fused_recurrent_gdn2
-        across = {} if cp_context is None else {"cp_context": cp_context}  # the recurrent form has no such argument
-        o, state = rule(
+        erase, write = self._of_heads(self.erase(x)), self._of_heads(self.write(x))
+        rows = (
             q,
             k,
             v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
             self._of_heads(self.decay_up(self.decay_down(x))),
-            fused_beta_sigmoid(
-                self._of_heads(self.erase(x)), 2.0 if self.allow_neg_eigval else 1.0, backend=self.backend
-            ),
-            fused_beta_sigmoid(self._of_heads(self.write(x)), backend=self.backend),
-            initial_state=state,
-            output_final_state=cache is not None,
-            use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True,
-            A_log=A_log,
-            dt_bias=dt_bias,
-            state_dtype=None if state is None else state.dtype,
-            cu_seqlens=layout,
-            backend=self.backend,
-            **across,
+            fused_beta_sigmoid(erase, 2.0 if self.allow_neg_eigval else 1.0, backend=self.backend),
+            fused_beta_sigmoid(write, backend=self.backend),
         )
-        if cache is not None:
-            cache["state"] = state
+        o = run_rule(
+            (chunk_gdn2, fused_recurrent_gdn2),
+            rows,
+            layout=layout,
+            cache=cache,
+            cp_context=cp_context,
+            backend=self.backend,
+            options={
+                "use_qk_l2norm_in_kernel": True,
+                "use_gate_in_kernel": True,
+                "A_log": A_log,
+                "dt_bias": dt_bias,
+            },
+        )
         y: Tensor = self.out(self.norm(o, self.gate_up(self.gate_down(x)).view_as(o)).flatten(2))
         return y
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -11,8 +9,8 @@ from torch.nn import functional as F
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.kernels import table
 from wyfold.layers.cache import LayerCache
-from wyfold.layers.delta_net import RECURRENT_TOKENS, grouped_heads, head_widths
-from wyfold.layers.layer_call import sequences
+from wyfold.layers.delta_net import grouped_heads, head_widths
+from wyfold.layers.layer_call import run_rule, sequences
 from wyfold.layers.norm import GatedRMSNorm
 from wyfold.ops.gla import chunk_gla, fused_recurrent_gla
 from wyfold.runtime import check
@@ -113,23 +111,14 @@ class GatedLinearAttention(nn.Module):
         q, k, v = self.qkv(x).split(self.channels, dim=-1)
         q, k = (rows.unflatten(-1, (self.num_heads, self.head_dim)) for rows in (q, k))
         v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
-        state = None if cache is None else cache.get("state")
-        rule: Any = chunk_gla if cache is None or x.shape[1] > RECURRENT_TOKENS else fused_recurrent_gla
-        across = {} if cp_context is None else {"cp_context": cp_context}  # the recurrent form has no such argument
-        o, state = rule(
-            q,
-            k,
-            v,
-            self._log_decays(x),
-            initial_state=state,
-            output_final_state=cache is not None,
-            state_dtype=None if state is None else state.dtype,
-            cu_seqlens=layout,
+        o = run_rule(
+            (chunk_gla, fused_recurrent_gla),
+            (q, k, v, self._log_decays(x)),
+            layout=layout,
+            cache=cache,
+            cp_context=cp_context,
             backend=self.backend,
-            **across,
         )
-        if cache is not None:
-            cache["state"] = state
         y: Tensor = self.out(self.norm(o, self.gate(x).view_as(o)).flatten(2))
         return y
 

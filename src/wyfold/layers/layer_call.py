@@ -1,8 +1,9 @@
-"""Checks of a layer's call: its input, layout, cache and context fit together."""
+"""A layer's call: its input, layout, cache and context are checked, and its rule runs from the cache's state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -12,6 +13,9 @@ from wyfold.ops.rank_agreement import ranked_call
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
 from wyfold.runtime.torch_modes import autocast_dtype
+
+# A chunk is padded to 16 tokens or more, so the recurrence is less work for up to this many tokens.
+RECURRENT_TOKENS = 8
 
 
 def sequences(
@@ -51,6 +55,45 @@ def sequences(
     if ranked.compares:
         ranked.assert_same(None if alike is None else alike(x))
     return N
+
+
+def run_rule(
+    forms: tuple[Callable[..., Any], Callable[..., Any]],
+    rows: Sequence[Any],
+    *,
+    layout: SequenceLayout | None,
+    cache: LayerCache | None,
+    cp_context: ContextParallel | None,
+    backend: str | None,
+    options: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """Run a layer's rule from the state in its cache, and put the state it returns there; return its output.
+
+    Args:
+        forms: The chunk and the token-by-token operator. The second runs for a few tokens of a cache.
+        rows: What the operators take by position; the first is [B, T, ...].
+        layout, cache, cp_context, backend: Of the layer's call.
+        options: Further keywords of the operators.
+    """
+    chunk, recurrent = forms
+    state = None if cache is None else cache.get("state")
+    rule = chunk if cache is None or rows[0].shape[1] > RECURRENT_TOKENS else recurrent
+    # A context is refused with a cache, and the token-by-token form has no such argument.
+    across = {} if cp_context is None else {"cp_context": cp_context}
+    o: Tensor
+    o, state = rule(
+        *rows,
+        initial_state=state,
+        output_final_state=cache is not None,
+        state_dtype=None if state is None else state.dtype,
+        cu_seqlens=layout,
+        backend=backend,
+        **(options or {}),
+        **across,
+    )
+    if cache is not None:
+        cache["state"] = state
+    return o
 
 
 def _count(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.kernels import table
 from wyfold.layers.cache import LayerCache
-from wyfold.layers.delta_net import RECURRENT_TOKENS, head_widths
-from wyfold.layers.layer_call import sequences
+from wyfold.layers.delta_net import head_widths
+from wyfold.layers.layer_call import run_rule, sequences
 from wyfold.ops.conv import causal_conv1d
 from wyfold.ops.norm import l2norm
 from wyfold.ops.rwkv7 import chunk_rwkv7, fused_recurrent_rwkv7
@@ -178,20 +178,14 @@ class RWKV7TimeMix(nn.Module):
         check.flag(NAME, return_value=return_value)
         self._check_first_value(x, first_value)
         rows = self._rows(x, first_value, self._shifted(x, layout, cache, cp_context))
-        state = None if cache is None else cache.get("state")
-        rule: Any = chunk_rwkv7 if cache is None or x.shape[1] > RECURRENT_TOKENS else fused_recurrent_rwkv7
-        across = {} if cp_context is None else {"cp_context": cp_context}  # the recurrent form has no such argument
-        o, state = rule(
-            *rows[:6],
-            cu_seqlens=layout,
-            initial_state=state,
-            state_dtype=None if state is None else state.dtype,
-            output_final_state=cache is not None,
+        o = run_rule(
+            (chunk_rwkv7, fused_recurrent_rwkv7),
+            rows[:6],
+            layout=layout,
+            cache=cache,
+            cp_context=cp_context,
             backend=self.backend,
-            **across,
         )
-        if cache is not None:
-            cache["state"] = state
         y = self._read_out(o, rows, layout if cp_context is None else cp_context.layout)
         return (y, rows.first_value) if return_value else y
 
