@@ -36,7 +36,7 @@ class PathOptions(NamedTuple):
         gate: Factor of the gates.
         use_cache: Whether to return keys.
         backend: Backend of the plan.
-        differentiated: Whether gradients may be asked for.
+        differentiated: Whether kernels keep what a backward needs; False for the eager form, which keeps nothing.
     """
 
     scale: float
@@ -77,7 +77,7 @@ def empty_results(t: PathTensors, options: PathOptions) -> PathResults:
     past = 0 if t.past_k is None else t.past_k.shape[1]
     keys = t.k.new_zeros(B, past + t.k.shape[1], H, K) if options.use_cache else t.k.new_zeros(0)
     o = t.v.new_zeros(B, T, HQ, t.v.shape[3])
-    kept = options.differentiated and options.backend != "eager" and o.dtype.itemsize == 2
+    kept = options.differentiated and o.dtype.itemsize == 2
     return PathResults(
         o,
         keys,
