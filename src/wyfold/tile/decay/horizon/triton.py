@@ -10,8 +10,11 @@ from wyfold.tile.decay.horizon import eager
 
 HORIZON: tl.constexpr = tl.constexpr(eager.HORIZON[torch.float32])
 
-AT_ONCE: tl.constexpr = tl.constexpr(16)
-"""Decays loaded at once, so that their latency is paid once."""
+AT_ONCE: tl.constexpr = tl.constexpr(128)
+"""Decays of one load, so that a segment of up to as many chunks waits for memory once."""
+
+ROWS: tl.constexpr = tl.constexpr(8)
+"""Chunks whose write strengths are loaded at once."""
 
 
 @triton.jit
@@ -26,11 +29,14 @@ def chunks_in_reach(p_total, p_rows, i_tile, step, count, BT: tl.constexpr):
         count: Number of chunks of the segment.
     """
     reach = decayed_after(p_total, i_tile, step, count)
-    p_beta = p_rows + i_tile.to(tl.int64) * (4 * BT) + 3 * BT + tl.arange(0, BT)
-    b_most = tl.zeros((BT,), tl.float32)
-    for i in range(tl.where(reach < count, reach, 0)):
-        b_most = tl.maximum(b_most, tl.abs(tl.load(p_beta + i * step * (4 * BT)) - 1.0))
-    return tl.where(tl.max(b_most, 0) <= 1.0, reach, count)
+    needed = tl.where(reach < count, reach, 0)
+    p_beta = p_rows + i_tile.to(tl.int64) * (4 * BT) + 3 * BT + tl.arange(0, BT)[None, :]
+    b_most = tl.zeros((ROWS, BT), tl.float32)
+    for i in range(0, needed, ROWS):
+        chunk = (i + tl.arange(0, ROWS))[:, None]
+        b_beta = tl.load(p_beta + chunk * step * (4 * BT), mask=chunk < needed, other=1.0)
+        b_most = tl.maximum(b_most, tl.abs(b_beta - 1.0))
+    return tl.where(tl.max(tl.max(b_most, 1), 0) <= 1.0, reach, count)
 
 
 @triton.jit
@@ -39,13 +45,18 @@ def decayed_after(p_total, i_tile, step, count):
 
     The arguments are those of `chunks_in_reach`. A NaN decays nothing.
     """
-    reach = count
-    power, i = count * 0, count * 0
+    reach, power, i = count, count * 0, count * 0
     while i < reach:
-        for j in tl.static_range(AT_ONCE):
-            total = tl.load(p_total + i_tile + (i + j) * step, mask=i + j < count, other=1.0)
-            # The exponent of the next power of two: of zero and subnormal numbers -126, of NaN 129.
-            power += ((total.to(tl.int32, bitcast=True) >> 23) & 255) - 126
-            reach = tl.where((power <= HORIZON) & (i + j + 1 < reach), i + j + 1, reach)
+        chunk = i + tl.arange(0, AT_ONCE)
+        b_total = tl.load(p_total + i_tile + chunk * step, mask=chunk < count, other=1.0)
+        b_power = power + tl.cumsum(exponent_above(b_total), 0)
+        reach = tl.min(tl.where((b_power <= HORIZON) & (chunk < count), chunk + 1, reach), 0)
+        power = tl.sum(tl.where(chunk == i + AT_ONCE - 1, b_power, 0), 0)
         i += AT_ONCE
     return reach
+
+
+@triton.jit
+def exponent_above(x):
+    """Exponent of the next power of two above float32 numbers >= 0: of zero and subnormal numbers -126, of NaN 129."""
+    return ((x.to(tl.int32, bitcast=True) >> 23) & 255) - 126
