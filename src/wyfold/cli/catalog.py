@@ -8,16 +8,30 @@ OPS = {
     "kda": "chunk_kda",
     "gdp": "chunk_gated_delta_product",
     "gla": "chunk_gla",
+    "dplr": "chunk_dplr_delta_rule",
+    "iplr": "chunk_iplr_delta_rule",
+    "rwkv7": "chunk_rwkv7",
+    "gdn2": "chunk_gdn2",
+    "comba": "chunk_comba",
     "ttt": "chunk_ttt_linear",
     "path": "parallel_path_attn",
     "recurrent_delta_rule": "fused_recurrent_delta_rule",
     "recurrent_gdn": "fused_recurrent_gated_delta_rule",
     "recurrent_kda": "fused_recurrent_kda",
+    "recurrent_gdp": "fused_recurrent_gated_delta_product",
     "recurrent_gla": "fused_recurrent_gla",
+    "recurrent_dplr": "fused_recurrent_dplr_delta_rule",
+    "recurrent_iplr": "fused_recurrent_iplr_delta_rule",
+    "recurrent_rwkv7": "fused_recurrent_rwkv7",
+    "recurrent_gdn2": "fused_recurrent_gdn2",
+    "recurrent_comba": "fused_recurrent_comba",
     "recurrent_ttt": "fused_recurrent_ttt_linear",
     "decode_delta_rule": "fused_recurrent_delta_rule",
     "decode_gdn": "fused_recurrent_gated_delta_rule",
     "decode_kda": "fused_recurrent_kda",
+    "decode_gla": "fused_recurrent_gla",
+    "decode_dplr": "fused_recurrent_dplr_delta_rule",
+    "decode_gdn2": "fused_recurrent_gdn2",
     "solve": "solve_tril",
     "kkt": "chunk_scaled_dot_kkt",
     "conv": "causal_conv1d",
@@ -36,11 +50,13 @@ LAYERS = {"gdn_layer": "GatedDeltaNet", "kda_layer": "KimiDeltaAttention"}
 """Name of a layer in the rows of `bench` -> its class in `wyfold.layers`. Layers run in suites alone."""
 
 DECAYS = ("fast", "mid", "slow")
-"""Gates with given decays, from fast to slow forgetting (`bench.cases.GATES`)."""
+"""Gates with given decays, from fast to slow forgetting (`bench.tensors.GATES`)."""
 MODEL = "model"
 """The gate as layers pass it: a projection in the tokens' dtype. The operator activates it, and beta as well."""
 BOUNDED = "bounded"
 """The same for `kda`, with the activation that is bounded by a log decay of -5 a token."""
+RWKV7 = "rwkv7"
+"""The decays of RWKV-7's layer, for `rwkv7` alone."""
 NO_GATE = "none"
 
 OURS = "wyfold"
@@ -52,7 +68,10 @@ BURST = 3
 """Calls that `bench` queues in one burst on a GPU."""
 
 DELTA_RULES = ("delta_rule", "gdn", "kda")
-RECURRENCES = (*DELTA_RULES, "gdp", "gla", "ttt")
+LOW_RANK = ("dplr", "iplr", "rwkv7", "gdn2", "comba")
+LINEAR = (*DELTA_RULES, "gdp", "gla", *LOW_RANK)
+"""Operators whose state is a linear function of the state before."""
+RECURRENCES = (*LINEAR, "ttt")
 """Operators whose accuracy has absolute targets."""
 CHUNKED = ("solve", "kkt")
 """Operators that `--chunk` applies to."""
@@ -73,7 +92,7 @@ SHAPES = (
 )
 """Names of the sizes in `bench.cases.PINNED`."""
 
-SUITES = ("table", "groups", "widths", "prompts", "gates", "layers")
+SUITES = ("table", "groups", "widths", "prompts", "gates", "rules", "layers")
 """Names of the suites in `bench.suites.SUITES`."""
 
 VARIANTS: dict[str, tuple[str, ...]] = {

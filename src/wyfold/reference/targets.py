@@ -8,7 +8,10 @@ import torch
 
 STATES = ("state", "state_bias")
 OUTPUTS = ("o", *STATES)
-GRADIENTS = ("dq", "dk", "dv", "dbeta", "dg", "dh0", "dA_log", "ddt_bias", "deta", "deta_col", "dw", "db", "dc0")
+GRADIENTS = (
+    "dq", "dr", "dk", "dv", "da", "dp", "dbeta", "dg", "dgk", "dh0", "dA_log", "ddt_bias", "deta", "deta_col", "dw",
+    "db", "dc0",
+)  # fmt: skip
 
 # Float64 and float32: one bound per tensor...
 WIDE = {
@@ -50,6 +53,11 @@ SIXTEEN_BIT = {
         "o": 4e-3, "state": 3e-3, "dq": 4e-3, "dk": 4e-3, "dv": 3.5e-3, "dbeta": 3.5e-3, "dg": 3e-3,
         "dh0": 3.5e-3,
     },
+    # DPLR, IPLR, RWKV-7, GDN-2 and Comba: the largest error of any of them, with weak gates and with none.
+    "low rank": {
+        "o": 4e-3, "state": 3e-3, "dq": 3.6e-3, "dr": 3.6e-3, "dk": 4e-3, "dv": 4e-3, "da": 5.5e-3, "dp": 5.5e-3,
+        "db": 5.5e-3, "dw": 4e-3, "dg": 4e-3, "dgk": 3.5e-3, "dbeta": 3.5e-3, "dh0": 3e-3,
+    },
     "ttt": {
         "o": 2.5e-3, "state": 3e-3, "state_bias": 1e-3, "dq": 4e-3, "dk": 4e-3, "dv": 2.5e-3, "deta": 3.5e-3,
         "dw": 3e-3, "db": 3e-3, "dh0": 2e-3, "dc0": 6e-4,
@@ -64,7 +72,7 @@ def target(name: str, dtype: torch.dtype, family: str = "random") -> float | Non
         name: One of `OUTPUTS` or `GRADIENTS`.
         dtype: Dtype of the operator's inputs.
         family: One of `inputs.FAMILIES`; or "gate " and one of `inputs.GATES`, if the gate dominates the error; or
-            "repeated keys, beta 2"; or "ttt".
+            "repeated keys, beta 2"; or "low rank", or "ttt".
 
     Returns:
         The bound. None for 16-bit inputs without one, which are judged by the yardstick alone.

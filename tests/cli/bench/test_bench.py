@@ -13,7 +13,7 @@ from tests import processes
 
 import wyfold
 from wyfold.cli import catalog, main
-from wyfold.cli.bench import cases, implementations, memory, options, peers, runner, tables, timing
+from wyfold.cli.bench import cases, implementations, memory, options, peers, runner, tables, tensors, timing
 from wyfold.cli.bench.cases import Case
 from wyfold.cli.bench.implementations import AccuracyCheck, BenchImplementation
 from wyfold.cli.bench.peer import Adapter, Loaded, Peer
@@ -109,7 +109,7 @@ def test_a_record_has_provenance_errors_times_and_memory(tmp_path, capsys):
 
 def test_the_bounded_gate_is_that_of_a_bounded_layer():
     drawn = dataclasses.replace(CASE, op="kda", gate="bounded").arguments()
-    assert drawn["lower_bound"] == cases.LOWER_BOUND == -5.0 and not drawn["A_log"].any()
+    assert drawn["lower_bound"] == tensors.LOWER_BOUND == -5.0 and not drawn["A_log"].any()
     assert list(cases.gates_of("gdn", ["mid", "bounded"])) == ["mid"]
     assert list(cases.gates_of("gla", ["mid", "bounded"])) == ["mid"]
     assert (
@@ -226,16 +226,16 @@ def test_invalid_options_are_named(words, shown, capsys):
 
 def test_named_shapes_and_short_adds_dense():
     assert options._shapes("h96,qwen") == [("h96", ()), ("qwen", ())]
-    assert tuple(cases.PINNED) == catalog.SHAPES and tuple(cases.GATES) == catalog.DECAYS
+    assert tuple(cases.PINNED) == catalog.SHAPES and tuple(tensors.GATES) == catalog.DECAYS
     assert cases.PINNED["h96"] == Shape(1, 8192, 96, 96, 128, 128)
     assert cases.PINNED["qwen"] == Shape(1, 8192, 16, 32, 128, 128)
     assert [name for name, _ in options._shapes("short")] == ["short", "dense"]
-    assert len(cases.SHORT_LENGTHS) == 256
-    assert min(cases.SHORT_LENGTHS) >= 1
-    assert max(cases.SHORT_LENGTHS) <= 200
-    assert cases.PINNED["short"].T == sum(cases.SHORT_LENGTHS)
-    assert cases.PINNED["mixed"].T == sum(cases.packed_lengths("mixed"))
-    assert not any(cases.packed_lengths(name) for name in cases.PINNED if name not in ("short", "mixed"))
+    assert len(tensors.SHORT_LENGTHS) == 256
+    assert min(tensors.SHORT_LENGTHS) >= 1
+    assert max(tensors.SHORT_LENGTHS) <= 200
+    assert cases.PINNED["short"].T == sum(tensors.SHORT_LENGTHS)
+    assert cases.PINNED["mixed"].T == sum(tensors.packed_lengths("mixed"))
+    assert not any(tensors.packed_lengths(name) for name in cases.PINNED if name not in ("short", "mixed"))
 
 
 def test_a_group_of_cases_shares_tensors_and_gates_differ(monkeypatch, no_children, tmp_path):
@@ -390,12 +390,26 @@ def test_adapters_pass_arguments_in_the_form_of_their_libraries(monkeypatch):
             decays = torch.cat(parts, 1) / math.log2(math.e)
         return wyfold.chunk_scaled_dot_kkt(k, beta, decays, chunk_size=chunk_size)
 
+    def recurrent_gla(q, k, v, gk, **rest):
+        return wyfold.fused_recurrent_gla(q, k, v, gk, **rest)
+
     made = {
         "fla.ops.delta_rule": {"chunk_delta_rule": delta, "fused_recurrent_delta_rule": delta},
         "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": delta, "fused_recurrent_gated_delta_rule": delta},
         "fla.ops.kda": {"chunk_kda": delta, "fused_recurrent_kda": delta},
         "fla.ops.gated_delta_product": {"chunk_gated_delta_product": wyfold.chunk_gated_delta_product},
-        "fla.ops.gla": {"chunk_gla": wyfold.chunk_gla},
+        "fla.ops.gla": {"chunk_gla": wyfold.chunk_gla, "fused_recurrent_gla": recurrent_gla},
+        "fla.ops.generalized_delta_rule": {
+            f"{form}_{rule}_delta_rule": getattr(wyfold, f"{form}_{rule}_delta_rule")
+            for form in ("chunk", "fused_recurrent")
+            for rule in ("dplr", "iplr")
+        },
+        **{
+            f"fla.ops.{rule}": {
+                f"{form}_{rule}": getattr(wyfold, f"{form}_{rule}") for form in ("chunk", "fused_recurrent")
+            }
+            for rule in ("rwkv7", "gdn2", "comba")
+        },
         "fla.ops.path_attn": {"parallel_path_attn": wyfold.parallel_path_attn},
         "fla.ops.ttt": {
             "chunk_ttt_linear": wyfold.chunk_ttt_linear,
@@ -435,8 +449,8 @@ def test_adapters_pass_arguments_in_the_form_of_their_libraries(monkeypatch):
                 tried += 1
     operators = [peers.PEERS[name].adapters for name in names]
     variants = [some for adapters in operators for of, some in adapters.items() if of in catalog.OPS.values()]
-    # chunk_scaled_dot_kkt and parallel_path_attn with and without a gate; decoding for the token forms of three rules
-    assert tried == sum(map(len, variants)) + 2 + 3
+    # chunk_scaled_dot_kkt and parallel_path_attn with and without a gate; decoding for the token forms of six rules
+    assert tried == sum(map(len, variants)) + 2 + 6
 
     case = Case("kda", Shape(2, 40, 2, 2, 16, 16), "bounded", "float32", "fwd", 1)
     judge = AccuracyCheck(case, case.arguments())
@@ -608,9 +622,26 @@ def test_on_a_gpu_some_heads_are_compared_and_others_must_be_finite():
 
 
 @pytest.mark.parametrize("kind", [Case, OnGpu])
+@pytest.mark.parametrize("op", ["gdp", "gla", *catalog.LOW_RANK, "path"])
+def test_parts_of_every_rule_are_compared(op: str, kind: type[Case]):
+    """On a CPU the first tokens, on a GPU some heads: w and b are tokens, but of TTT-Linear parameters."""
+    on_gpu = kind is OnGpu
+    (gate, *_) = cases.gates_of(op, ["mid"])
+    case = kind(op, Shape(1, 24 if on_gpu else 210, 3, 6, 8, 16), gate, "float64", "fwdbwd", 0)
+    check = AccuracyCheck(case, case.arguments(), heads=2)
+    found = check.check_call(ours(case), True, ours=True)
+    assert found.within_limits, [str(verdict) for verdict in found.verdicts]
+    assert {verdict.name for verdict in found.verdicts} > {"o", "dq" if op != "rwkv7" else "dr", "dv"}
+    part = check._arguments(check.tokens)
+    rows = {"k": 2, "v": 2 if op == "path" else 4} if on_gpu else {"k": 3, "v": 3 if op == "path" else 6}
+    assert {name: part[name].shape[2] for name in rows} == rows
+    assert on_gpu or part["k"].shape[1] == implementations.CHECKED * case.updates
+
+
+@pytest.mark.parametrize("kind", [Case, OnGpu])
 @pytest.mark.parametrize("op", ["gdn", "kda", "ttt", "conv", "kkt"])
 def test_the_packed_shape_is_packed_for_every_operator(kind, op, monkeypatch):
-    monkeypatch.setattr(cases, "SHORT_LENGTHS", (3, 40, 1, 26))
+    monkeypatch.setattr(tensors, "SHORT_LENGTHS", (3, 40, 1, 26))
     monkeypatch.setattr(implementations, "CHECKED", 50)  # inside the last sequence
     gate = "mid" if op in ("gdn", "kda") else "none"
     mode = "fwd" if op == "kkt" else "fwdbwd"
@@ -842,7 +873,7 @@ def test_both_forms_get_the_same_tensors():
 
 def test_gates_have_the_means_of_their_names():
     means = {}
-    for gate in cases.GATES:
+    for gate in tensors.GATES:
         g = dataclasses.replace(CASE, gate=gate, shape=Shape(1, 2000, 1, 2, 8, 8)).arguments()["g"]
         assert g.max() <= 0
         assert g.min() >= -5

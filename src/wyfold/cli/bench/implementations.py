@@ -11,19 +11,18 @@ from torch import Tensor
 
 import wyfold
 from wyfold import serving
-from wyfold.cli.bench.cases import Case, decode_arguments, gradient_name, leaves
+from wyfold.cli.bench.cases import Case, gradient_name, leaves
 from wyfold.cli.bench.peer import Adapter, Peer
 from wyfold.cli.catalog import OPS, OURS, VARIANTS
 from wyfold.cli.operators import NARROW, PER_TOKEN, Arguments, Named, bound, widened
 from wyfold.reference.error import Verdict, judge, rms
 
-TOKEN_ARGUMENTS = frozenset({"q", "k", "v", "g", "beta", "eta", "x", "A", "o", "y"})
-HEAD_AXIS = {**dict.fromkeys(("q", "k", "v", "g", "beta", "eta", "A", "o", "y"), 2), "initial_state": 1}
-HEAD_AXIS |= dict.fromkeys(("w", "b", "A_log", "dt_bias"), 0)
+TOKENS = frozenset({"q", "r", "k", "v", "a", "b", "p", "w", "g", "gk", "beta", "eta", "x", "A", "o", "y"})
+"""Tensors [B, T, ..]."""
+PARAMETERS = {"ttt": ("w", "b")}
+"""Operator, as `Case.kind` -> tensors with one of these names that are parameters [HV, ..] there."""
 OF_UPDATES = frozenset({"k", "v", "beta"})
 """Tensors with `Case.updates` rows for each token."""
-KEY_HEADS = frozenset({"q", "k"})
-"""Tensors with one row per key head; the others of `HEAD_AXIS` have one per value head."""
 
 CHECKED = 200
 """On a CPU: tokens whose gradients are compared. The float64 recurrence keeps one state per token."""
@@ -86,7 +85,7 @@ def _wyfold(case: Case, flag: str) -> BenchImplementation:
         return BenchImplementation(
             OURS,
             "wyfold.serving.decode",
-            lambda arguments: serving.decode(**decode_arguments(arguments | flags)),
+            lambda arguments: serving.decode(**case.decode_arguments(arguments | flags)),
             lambda arguments: {"pool": arguments["initial_state"].clone()},
             backward=False,
         )
@@ -149,7 +148,7 @@ def plan(implementation: BenchImplementation, case: Case, arguments: Arguments) 
         return {}
     asked = {"backend": case.backend} if case.backend else {}
     if case.decoding:
-        found = wyfold.explain(serving.decode, **decode_arguments(arguments | asked))
+        found = wyfold.explain(serving.decode, **case.decode_arguments(arguments | asked))
     else:
         found = wyfold.explain(getattr(wyfold, OPS[case.op]), **(arguments | asked))
     return {
@@ -352,7 +351,7 @@ class AccuracyCheck:
             return x
         if self.case.on_gpu:
             return self._heads_of(argument, x)
-        if argument not in TOKEN_ARGUMENTS:
+        if not of_tokens(self.case, argument):
             return x
         if argument in OF_UPDATES:
             tokens *= self.case.updates
@@ -361,12 +360,17 @@ class AccuracyCheck:
         return x[:, :tokens]
 
     def _heads_of(self, argument: str, x: Tensor) -> Tensor:
-        axis = HEAD_AXIS.get(argument)
-        if axis is None or not self.per_head:
+        if not self.per_head or argument == "cu_seqlens":
             return x
-        group = 1 if argument in KEY_HEADS or "A" in self.arguments else self.case.shape.HV // self.case.shape.H
+        axis = 2 if of_tokens(self.case, argument) else 1 if argument == "initial_state" else 0
+        group = x.shape[axis] // self.case.shape.H  # 1 if the tensor has the heads of the keys
         rows = [head * group + j for head in self.checked_heads for j in range(group)]
         return x.index_select(axis, torch.tensor(rows, device=x.device))
+
+
+def of_tokens(case: Case, argument: str) -> bool:
+    """Whether an argument, or a result, has a row for each token."""
+    return argument in TOKENS and argument not in PARAMETERS.get(case.kind, ())
 
 
 def _in_float64(arguments: Arguments) -> Arguments:

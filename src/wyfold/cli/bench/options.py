@@ -60,7 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=SUITES,
         help="the operators, shapes, gates and norms of published models, in both directions, on a GPU from graphs as "
         "well: table (heads of 128 on a full GPU), groups (several value heads for each key head), widths (other than "
-        "128), prompts (one prompt on few heads), gates (norm, gate and sigmoid given and inside), layers",
+        "128), prompts (one prompt on few heads), gates (norm, gate and sigmoid given and inside), rules (GLA, "
+        "DeltaProduct, DPLR, RWKV-7, GDN-2, Comba, IPLR, PaTH attention), layers",
     )
     parser.add_argument(
         "--shapes",
@@ -74,9 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--gates",
-        help="decays of gdn and kda, comma-separated: fast (log decay -2.5 per token on average), mid (-0.8, at least "
+        help="decays, comma-separated: fast (log decay -2.5 per token on average), mid (-0.8, at least "
         "-5), slow (-0.001), or model (projections as a layer passes them; the operator applies the gate's activation "
-        f"and beta's sigmoid), or bounded (the same, with kda's bounded activation) (default: {GATE})",
+        "and beta's sigmoid; gdn and kda), or bounded (the same, with kda's bounded activation); rwkv7 has its "
+        f"layer's (default: {GATE})",
     )
     parser.add_argument(
         "--dtype",
@@ -167,9 +169,7 @@ def parse_lists(args: argparse.Namespace) -> None:
     args.op = _names("OP", ",".join(args.op) or ",".join(COMMON), OPS)
     inside = [gate for gate in args.gates if gate in (MODEL, BOUNDED)]
     if inside and any(op.startswith("decode_") for op in args.op):
-        raise UsageError(
-            f"--gates {inside[0]}: decoding is timed with decays that are given; leave out decode_gdn, decode_kda"
-        )
+        raise UsageError(f"--gates {inside[0]}: decoding is timed with decays that are given; leave out decode_*")
     check_peers(args.peers)
 
 

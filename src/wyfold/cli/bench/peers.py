@@ -94,6 +94,46 @@ def _fla(module: str, name: str, **fixed: Any) -> Callable[[], Loaded]:
     return load
 
 
+def _fla_low_rank() -> dict[str, tuple[Adapter, ...]]:
+    """Adapters of the rules whose transition is diagonal plus low rank.
+
+    With "safe_gate" fla's DPLR assumes decays of at least -5 a token, and its RWKV-7 those of RWKV-7's layer, which
+    allow it chunks of 64. Its token forms of DPLR have no backward, and neither has its chunk form of IPLR.
+    """
+    general, bound = "ops.generalized_delta_rule", -math.exp(-0.5)
+    rwkv7 = {"scale": 1.0}
+    return {
+        "chunk_dplr_delta_rule": (
+            Adapter(_fla(general, "chunk_dplr_delta_rule"), "generic"),
+            Adapter(_fla(general, "chunk_dplr_delta_rule", safe_gate=True), "safe_gate"),
+        ),
+        "chunk_rwkv7": (
+            Adapter(_fla("ops.rwkv7", "chunk_rwkv7", **rwkv7), "generic"),
+            Adapter(_fla("ops.rwkv7", "chunk_rwkv7", **rwkv7, safe_gate=True, lower_bound=bound), "safe_gate"),
+        ),
+        "chunk_iplr_delta_rule": (Adapter(_fla(general, "chunk_iplr_delta_rule"), backward=False),),
+        "chunk_gdn2": (Adapter(_fla("ops.gdn2", "chunk_gdn2")),),
+        "chunk_comba": (Adapter(_fla("ops.comba", "chunk_comba")),),
+        "fused_recurrent_dplr_delta_rule": (Adapter(_fla(general, "fused_recurrent_dplr_delta_rule"), backward=False),),
+        "fused_recurrent_rwkv7": (
+            Adapter(_fla("ops.rwkv7", "fused_recurrent_rwkv7", **rwkv7, output_final_state=False), backward=False),
+        ),
+        "fused_recurrent_iplr_delta_rule": (Adapter(_fla(general, "fused_recurrent_iplr_delta_rule")),),
+        "fused_recurrent_gdn2": (Adapter(_fla("ops.gdn2", "fused_recurrent_gdn2"), backward=False),),
+        "fused_recurrent_comba": (Adapter(_fla("ops.comba", "fused_recurrent_comba")),),
+    }
+
+
+def _fla_recurrent_gla() -> Loaded:
+    """Load fla's `fused_recurrent_gla`, whose decays have another name."""
+    function = _imported("fla.ops.gla", "fused_recurrent_gla")
+    rename = _keywords(function)
+    return Loaded(
+        _named(function),
+        lambda arguments: rename({"gk" if name == "g" else name: x for name, x in arguments.items()}),
+    )
+
+
 def _capture_dispatch_log() -> None:
     logger = logging.getLogger("fla.backends")
     if not any(isinstance(handler, _DispatchLogHandler) for handler in logger.handlers):
@@ -287,6 +327,7 @@ PEERS = {
                 ),
                 "chunk_gated_delta_product": (Adapter(_fla("ops.gated_delta_product", "chunk_gated_delta_product")),),
                 "chunk_gla": (Adapter(_fla("ops.gla", "chunk_gla")),),
+                **_fla_low_rank(),
                 "chunk_ttt_linear": (
                     Adapter(_fla("ops.ttt", "chunk_ttt_linear"), "staged"),
                     Adapter(_fla("ops.ttt", "fused_chunk_ttt_linear"), "fused"),
@@ -297,6 +338,7 @@ PEERS = {
                     Adapter(_fla("ops.gated_delta_rule", "fused_recurrent_gated_delta_rule")),
                 ),
                 "fused_recurrent_kda": (Adapter(_fla("ops.kda", "fused_recurrent_kda")),),
+                "fused_recurrent_gla": (Adapter(_fla_recurrent_gla),),
                 "solve_tril": (Adapter(_fla("ops.utils.solve_tril", "solve_tril")),),
                 "chunk_scaled_dot_kkt": (Adapter(_fla_kkt),),
                 "causal_conv1d": (Adapter(_fla("modules.causal_conv1d", "causal_conv1d")),),

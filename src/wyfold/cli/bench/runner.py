@@ -12,10 +12,11 @@ import torch
 
 from wyfold.cli import described, results
 from wyfold.cli.bench import memory, timing
-from wyfold.cli.bench.cases import Case, packed_lengths
+from wyfold.cli.bench.cases import Case
 from wyfold.cli.bench.implementations import AccuracyCheck, BenchImplementation, implementations_of, make_call, plan
 from wyfold.cli.bench.peer import Peer
 from wyfold.cli.bench.peers import PEERS
+from wyfold.cli.bench.tensors import packed_lengths
 from wyfold.cli.catalog import OURS, VARIANTS
 from wyfold.cli.operators import Arguments
 from wyfold.reference.shapes import Shape

@@ -25,12 +25,12 @@ from wyfold.cli import DONE, FAILED, Failure, UsageError, results
 from wyfold.cli.bench import tables, timing
 from wyfold.cli.bench.cases import Case
 from wyfold.cli.bench.implementations import (
-    TOKEN_ARGUMENTS,
     AccuracyCheck,
     BenchImplementation,
     gradients_of,
     implementations_of,
     make_call,
+    of_tokens,
 )
 from wyfold.cli.bench.peer import Peer
 from wyfold.cli.bench.runner import error_line, release_memory, wait
@@ -69,6 +69,7 @@ class RankedImplementation:
     """An implementation on some of the ranks, as seen by one process.
 
     Attributes:
+        case: Case that it runs.
         implementation: Implementation to run.
         ranks: Number of ranks it runs on.
         context: Partition of the tokens; None on one rank, or if this process does not take part.
@@ -76,6 +77,7 @@ class RankedImplementation:
         row: Result row.
     """
 
+    case: Case
     implementation: BenchImplementation
     ranks: int
     context: ContextParallel | None
@@ -93,7 +95,7 @@ class RankedImplementation:
         context = self.context
         return {
             name: context.unshard(x)
-            if name.removeprefix("d") in TOKEN_ARGUMENTS
+            if of_tokens(self.case, name.removeprefix("d"))
             else collectives.sum_over_ranks(x, context.group)
             for name, x in found.items()
         }
@@ -197,14 +199,14 @@ def _on_ranks(
 ) -> RankedImplementation:
     """An implementation with this rank's shard of the case's tensors."""
     if world.rank >= count:
-        return RankedImplementation(implementation, count, None, None)
+        return RankedImplementation(case, implementation, count, None, None)
     if count == 1:
-        return RankedImplementation(implementation, count, None, arguments)
+        return RankedImplementation(case, implementation, count, None, arguments)
     bounds = arguments.get("cu_seqlens")
     context = build_cp_context(bounds, group, total_tokens=case.shape.T, **_partition(case, count))
-    entry = RankedImplementation(implementation, count, context, {})
+    entry = RankedImplementation(case, implementation, count, context, {})
     entry.arguments = {
-        name: entry.shared(x) if isinstance(x, Tensor) and name in TOKEN_ARGUMENTS else x
+        name: entry.shared(x) if isinstance(x, Tensor) and of_tokens(case, name) else x
         for name, x in arguments.items()
         if name != "cu_seqlens"
     }

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from wyfold.cli.catalog import BOUNDED, MODEL, NO_GATE
+from wyfold.cli.catalog import BOUNDED, MODEL, NO_GATE, RWKV7
 from wyfold.reference.shapes import Shape
 
 FORWARD, BOTH = ("fwd",), ("fwd", "fwdbwd")
@@ -96,6 +96,19 @@ def _gates() -> Iterator[SuiteRow]:
                 yield SuiteRow(op, shape, gate=gate)
 
 
+def _rules() -> Iterator[SuiteRow]:
+    """Every further rule at 96 heads of 128 (PaTH: 32), and RWKV-7 and GLA at the widths of their models."""
+    for op in ("gla", "gdp", "dplr", "gdn2", "comba"):
+        yield SuiteRow(op, _square(1, 8192, 96), norm="outside")
+    yield SuiteRow("iplr", _square(1, 8192, 96), gate=NO_GATE, norm="outside")
+    yield SuiteRow("rwkv7", _square(1, 8192, 96), gate=RWKV7, norm="outside")
+    yield SuiteRow("rwkv7", _square(8, 4096, 32, K=64), gate=RWKV7, norm="outside")
+    yield SuiteRow("gla", _square(4, 4096, 4, K=256, V=512), norm="outside")
+    for T in (8192, 32768):
+        yield SuiteRow("path", _square(1, T, 32), gate=NO_GATE, norm="outside")
+    yield SuiteRow("path", _square(1, 8192, 32), norm="outside")
+
+
 def _layers() -> Iterator[SuiteRow]:
     """Whole layers of width H K: that of Qwen3-Next, a small one in a full batch, Kimi's, and fla's default GDN."""
     yield SuiteRow("gdn_layer", _square(1, 8192, 16, 32), gate=MODEL)
@@ -110,6 +123,7 @@ SUITES = {
     "widths": tuple(_widths()),
     "prompts": tuple(_prompts()),
     "gates": tuple(_gates()),
+    "rules": tuple(_rules()),
     "layers": tuple(_layers()),
 }
 """Name in `--suite` -> its rows, in the order in which they run."""
