@@ -51,6 +51,10 @@ ADDED: dict[str, tuple[str, dict[str, Any]]] = {
         "GatedLinearAttention",
         {"hidden_size": 48, "num_heads": 2, "expand_k": 1, "expand_v": 2, "gate_low_rank_dim": 8, "norm_eps": 1e-3},
     ),
+    "gla, convolutions": (
+        "GatedLinearAttention",
+        {"hidden_size": WIDTH, "num_heads": 2, "use_short_conv": True, "conv_size": 3},
+    ),
 }
 """Layers that `accelerate` does not run."""
 
@@ -148,7 +152,6 @@ def test_sources_are_copied_and_keep_dtype_and_mode():
         ("KimiDeltaAttention", "expand_v", 2),
         ("GatedDeltaNet2", "expand_v", 2),
         ("GatedDeltaProduct", "use_output_gate", False),
-        ("GatedLinearAttention", "use_short_conv", True),
         ("GatedLinearAttention", "num_kv_heads", 1),
         ("GatedLinearAttention", "clamp_min", -1.0),
         ("GatedLinearAttention", "fuse_norm", False),

@@ -33,6 +33,7 @@ MIXERS: dict[str, Callable[[], nn.Module]] = {
     "gated_delta_net2": lambda: GatedDeltaNet2(WIDTH, 2, 4, 16, 8),
     "gated_delta_product": lambda: GatedDeltaProduct(WIDTH, 2, 4, 16, 8),
     "gla": lambda: GatedLinearAttention(WIDTH, 2, 4, 16, 8, decay_rank=4),
+    "gla_conv": lambda: GatedLinearAttention(WIDTH, 2, 4, 16, 8, short_conv=3),
     "rwkv7": lambda: RWKV7TimeMix(WIDTH, 2, 16, 8, decay_rank=4),
     "ttt_linear": lambda: TTTLinear(WIDTH, 2, 4, 16),
     "path": lambda: PaTHAttention(WIDTH, 4, 2, 8, use_forget_gate=True),

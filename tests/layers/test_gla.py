@@ -10,7 +10,10 @@ from wyfold.models import Decoder, DecoderConfig
 
 
 def formula(layer, x, layout=None):
-    q, k, v = (x @ layer.qkv.weight.T).split(layer.channels, -1)
+    qkv = x @ layer.qkv.weight.T
+    if layer.conv is not None:
+        qkv, _ = reference.causal_conv1d(qkv, layer.conv.weight, activation="silu", cu_seqlens=layout)
+    q, k, v = qkv.split(layer.channels, -1)
     q, k = (part.unflatten(-1, (layer.num_heads, -1)) for part in (q, k))
     raw = x @ layer.decay_down.weight.T @ layer.decay_up.weight.T + layer.decay_up.bias
     g = logsigmoid(raw).unflatten(-1, (layer.num_v_heads, -1)) / layer.decay_normalizer
@@ -19,9 +22,10 @@ def formula(layer, x, layout=None):
     return (o.flatten(2) * silu(x @ layer.gate.weight.T)) @ layer.out.weight.T
 
 
+@pytest.mark.parametrize("name", ["gla", "gla_conv"])
 @pytest.mark.parametrize("layout", [None, SequenceLayout.from_lengths([17, 0, 20], tokens=39)], ids=["dense", "packed"])
-def test_output_and_gradients(build, layout, float64_bounds, same_gradients):
-    layer = build("gla")
+def test_output_and_gradients(build, layout, name, float64_bounds, same_gradients):
+    layer = build(name)
     x = torch.randn(1 if layout else 2, 39, 24, dtype=torch.float64, requires_grad=True)
     y, truth = layer(x, layout=layout), formula(layer, x, layout)
     float64_bounds.output("y", y, truth)
@@ -69,6 +73,7 @@ def test_generation_continues_a_prompt():
         ({"decay_normalizer": 0.0}, "decay_normalizer must be above 0, got 0.0"),
         ({"head_v_dim": 520}, "head_v_dim must have width V from 1 to 512, got 520"),
         ({"decay_rank": 0}, "decay_rank must be at least 1, got 0"),
+        ({"short_conv": 1}, "short_conv must be one of 2, 3, 4, 5, 6, 7, 8, got 1"),
     ],
 )
 def test_refusals(change: dict, message: str):

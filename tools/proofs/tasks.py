@@ -4,6 +4,7 @@
 |---|---|---|
 | mqar | more than 99 % of the answers: rows of 512, 64 pairs, vocabulary 8192 | each layer, models 64, 128, 256 wide |
 | parity, s5 | beyond the training length: with eigenvalues in [-1, 1] yes, in [0, 1] no | each layer, both ranges |
+| mqar, parity, s5 | nothing: what they learn is listed | GLA and RWKV-7 as published |
 | s_niah | learned | GDN |
 | ttt | each loss of 200 steps on the default text: within 2 % between GPU and CPU | TTT-Linear |
 
@@ -32,12 +33,16 @@ from typing import IO, Any
 
 LAYERS = ("delta_net", "gated_delta_net", "kda")
 FURTHER = {
-    "mqar": ("gla", "gated_delta_net2"),
+    "mqar": ("gla --gla-conv", "gated_delta_net2"),
     "parity": ("gated_delta_product", "rwkv7"),
     "s5": ("gated_delta_product", "rwkv7"),
 }
-"""Further layers of a task. Of recall with 128 channels only. RWKV-7 with eigenvalues in [-1, 1] only: its published
-range has negative ones.
+"""Further layers of a task. Of recall with 128 channels only. Of RWKV-7 the published range stands in the place of
+[0, 1].
+"""
+PUBLISHED = {"mqar": ("gla",), "parity": ("rwkv7",), "s5": ("rwkv7", "rwkv7 --depth 4")}
+"""Layers as published, whose results are listed without a goal: GLA without a convolution, RWKV-7 with eigenvalues from
+-0.46.
 """
 TASKS = ("mqar", "parity", "s5", "s_niah", "ttt")
 
@@ -146,6 +151,7 @@ class Cell:
         task: The task that is learned.
         tries: Runs, likeliest first.
         together: Whether all of the runs are needed for the goal.
+        required: Whether there is a goal. Without one every run is finished.
         taken: Number of runs that were started.
     """
 
@@ -153,6 +159,7 @@ class Cell:
     task: str
     tries: list[Run]
     together: bool = False
+    required: bool = True
     taken: int = field(default=0)
 
     def rows(self, folder: Path) -> list[Row]:
@@ -168,6 +175,8 @@ class Cell:
             return None, "nothing yet"
         at, own = best.get("result", {}).get("accuracy_at", {}), best["accuracy"]
         said = f"{own:.2%}" + "".join(f", {part:.2%} at {length}" for length, part in list(at.items())[1:])
+        if not self.required:
+            return (True if all("result" in row for row in rows) else None), said
         if self.task in ("mqar", "s_niah"):
             return (True if own > LEARNED else None if "result" not in best else False), said
         if "result" not in best:
@@ -197,15 +206,15 @@ SMALL = {
     "--eval-bytes 64",
 }
 
-HEADS = {"delta_net": 2, "gated_delta_net": 4, "kda": 2, "gla": 2, "gated_delta_net2": 2}
-"""Number of heads for associative recall with 128 channels.
+HEADS = {"gated_delta_net": 4}
+"""Number of heads for associative recall, if it is not 2, with 128 channels each.
 
 Each GDN head has one decay rate, set at initialisation. Most heads decay a key long before it is queried, so GDN gets
 more heads. KDA has a rate per channel, and DeltaNet does not decay.
 """
 
-LONGER = {("parity", "rwkv7"): " --steps 4000"}
-"""Further words of a task's runs with these layers: of 800 steps, RWKV-7 begins to learn parity in the last 400."""
+LONGER = {("parity", "rwkv7"): "--steps 4000"}
+"""Words of a task's runs with these layers: of 800 steps, RWKV-7 begins to learn parity in the last 400."""
 
 RATES = {"mqar": (2e-3, 3e-3, 1e-3, 1.5e-3, 7e-4), "parity": (3e-3, 5e-3), "s5": (5e-3, 3e-3)}
 """Learning rates of the tries in order; each try has another seed, from 0."""
@@ -220,26 +229,39 @@ def cells(only: list[str], small: bool) -> list[Cell]:
         made.append(Cell("ttt", "ttt", runs, together=True))
     for width in (128, 64, 256) if "mqar" in only else ():
         for layers in (*LAYERS, *(FURTHER["mqar"] if width == 128 else ())):
-            model = f"--layers {layers} --width {width} --heads {HEADS[layers]}"
-            made.append(Cell(f"mqar {layers} {width}", "mqar", _tries("mqar", f"{layers}-{width}", model, words)))
+            made.append(Cell(f"mqar {layers} {width}", "mqar", _tries("mqar", layers, width, words["mqar"])))
     if "s_niah" in only:
         made.append(Cell("s_niah gated_delta_net", "s_niah", [Run("s_niah", f"--task s_niah {words['s_niah']}", 240)]))
+    longer = {} if small else LONGER
     for task in ("s5", "parity"):
         for layers in (*LAYERS, *FURTHER[task]) if task in only else ():
-            own = words if small else words | {task: words[task] + LONGER.get((task, layers), "")}
-            runs = _tries(task, f"{layers}-neg-eigval", f"--layers {layers} --neg-eigval", own)
-            made.append(Cell(f"{task} {layers} [-1, 1]", task, runs))
-            if layers != "rwkv7":
-                runs = _tries(task, layers, f"--layers {layers}", words)[:1]
+            own = longer.get((task, layers), words[task])
+            made.append(Cell(f"{task} {layers} [-1, 1]", task, _tries(task, f"{layers} --neg-eigval", None, own)))
+            if layers not in PUBLISHED[task]:
+                runs = _tries(task, layers, None, words[task])[:1]
                 made.append(Cell(f"{task} {layers} [0, 1]", task, runs))
+    for task, several in PUBLISHED.items():
+        for layers in several if task in only else ():
+            own = longer.get((task, layers), words[task])
+            runs = _tries(task, layers, 128 if task == "mqar" else None, own)[:2]
+            made.append(Cell(f"{task} {layers} as published", task, runs, required=False))
     return made
 
 
-def _tries(task: str, name: str, model: str, words: dict[str, str]) -> list[Run]:
+def _tries(task: str, layers: str, width: int | None, words: str) -> list[Run]:
+    """Runs with each of the learning rates.
+
+    Args:
+        task, words: Of the command.
+        layers: Layers, perhaps with further options.
+        width: Channels of the model. None: the task's.
+    """
+    name = layers.replace(" --", "-").replace(" ", "-") + (f"-{width}" if width else "")
+    size = f" --width {width} --heads {HEADS.get(layers, 2)}" if width else ""
     return [
         Run(
             f"{task}-{name}-{seed}",
-            f"--task {task} {model} --seed {seed} --lr {rate} {words[task]}",
+            f"--task {task} --layers {layers}{size} --seed {seed} --lr {rate} {words}",
             600 if task == "mqar" else 250,
         )
         for seed, rate in enumerate(RATES[task])
@@ -300,7 +322,7 @@ def work(table: list[Cell], args: argparse.Namespace, until: float, keep: Any) -
         """Whether the run's cell is decided, or the run is unlikely to learn."""
         found = run.found(args.runs)
         late = found["step"] > PATIENCE and (found["accuracy"] or 0.0) < BEGUN
-        return cell.task == "mqar" and (late or bool(cell.verdict(args.runs)[0]))
+        return cell.task == "mqar" and cell.required and (late or bool(cell.verdict(args.runs)[0]))
 
     while True:
         now = time.monotonic()
@@ -392,11 +414,12 @@ def markdown(record: Row) -> str:
             if row["accuracy"] is None:
                 continue
             result = row.get("result")
+            conv = ", convolution" if "--gla-conv" in row["words"] else ""
             if result is None:
                 words = dict(zip(row["words"].split(), row["words"].split()[1:], strict=False))
                 size = f"{words.get('--width', '')}, {words.get('--heads', '')}"
                 lines.append(
-                    f"| {words['--task']} | {words.get('--layers', '')} | {size} | | {words['--seed']}, "
+                    f"| {words['--task']} | {words.get('--layers', '')}{conv} | {size} | | {words['--seed']}, "
                     f"{words['--lr']} | | {row['step']:,}, cut | {row['seconds']:.0f} | {row['accuracy']:.2%} |"
                 )
                 continue
@@ -404,10 +427,11 @@ def markdown(record: Row) -> str:
             own = str(recipe["length"])
             at = {own: result["accuracy"]} | result.get("accuracy_at", {})
             right = ", ".join(f"{part:.2%} at {length}" for length, part in at.items())
-            sign = "[-1, 1]" if recipe["neg_eigval"] else "[0, 1]"
+            lowest = "-0.46" if recipe["layers"] == "rwkv7" else "0"
+            sign = "[-1, 1]" if recipe["neg_eigval"] else f"[{lowest}, 1]"
             size = f"{recipe['width']}, {recipe['heads']} x {recipe['head_dim']}"
             lines.append(
-                f"| {recipe['task']} | {recipe['layers']} x {recipe['depth']} | {size} | {sign} | "
+                f"| {recipe['task']} | {recipe['layers']} x {recipe['depth']}{conv} | {size} | {sign} | "
                 f"{recipe['seed']}, {recipe['lr']:g} | {result['parameters']:,} | {result['step']:,} | "
                 f"{result['seconds']:.0f} | {right} |"
             )

@@ -144,10 +144,11 @@ def row(found: dict[str, Any]) -> tuple[str, ...]:
     recipe = found["recipe"]
     own, bound = str(recipe["length"]), recipe["kda_lower_bound"]
     gate = "" if bound is None else f", gate above {bound:g}"
+    conv = ", convolution" if recipe["gla_conv"] else ""
     others = {length: part for length, part in found.get("accuracy_at", {}).items() if length != own}
     return (
         recipe["task"],
-        f"{pattern.built(recipe['layers'], recipe['depth'])}; {recipe['width']}{gate}",
+        f"{pattern.built(recipe['layers'], recipe['depth'])}; {recipe['width']}{gate}{conv}",
         "[-1, 1]" if recipe["neg_eigval"] else "[0, 1]",
         str(recipe["seed"]),
         f"{found['parameters']:,}",

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.kernels import table
 from wyfold.layers.cache import LayerCache
+from wyfold.layers.conv import ShortConvolution
 from wyfold.layers.delta_net import grouped_heads, head_widths
 from wyfold.layers.layer_call import run_rule, sequences
 from wyfold.layers.norm import GatedRMSNorm
@@ -23,12 +24,16 @@ class GatedLinearAttention(nn.Module):
         q, k, v = W_qkv x,   g = logsigmoid(W_decay2 W_decay1 x + b_decay) / 16
         y = W_o (rms_norm(gla(q, k, v, g)) * silu(W_gate x))
 
+    With `short_conv`, q, k, v = silu(conv(W_qkv x)), as in layers of the delta rules. Without it a layer writes the
+    value of a token under the key of the same token, so a pair of a key token and a value token takes a layer before.
+
     Args:
         hidden_size: Width of x.
         num_heads: H, query and key heads.
         num_v_heads: HV, value heads, a multiple of H. None: H.
         head_dim: K, width of a query and key, 1 to 256.
         head_v_dim: V, width of a value, 1 to 512. None: K. The paper's is 2 K.
+        short_conv: Length of a short convolution of q, k and v, 2 to 8. None: no convolution, as in the paper.
         decay_rank: Inner width of the projection of the decays.
         decay_normalizer: Divisor of the log decays, 16 in the paper.
         norm_eps: eps of the output norm.
@@ -57,6 +62,7 @@ class GatedLinearAttention(nn.Module):
         head_dim: int = 128,
         head_v_dim: int | None = None,
         *,
+        short_conv: int | None = None,
         decay_rank: int = 16,
         decay_normalizer: float = 16.0,
         norm_eps: float = 1e-6,
@@ -76,6 +82,10 @@ class GatedLinearAttention(nn.Module):
         keys, values = self.num_heads * self.head_dim, self.num_v_heads * self.head_v_dim
         self.channels = [keys, keys, values]  # of q, k and v
         self.qkv = nn.Linear(hidden_size, sum(self.channels), bias=False)
+        self.conv: ShortConvolution | None = None
+        if short_conv is not None:
+            check.choice(name, "short_conv", short_conv, range(2, 9))
+            self.conv = ShortConvolution(sum(self.channels), short_conv, backend=backend)
         self.decay_down = nn.Linear(hidden_size, decay_rank, bias=False)
         self.decay_up = nn.Linear(decay_rank, self.num_v_heads * self.head_dim)
         self.gate = nn.Linear(hidden_size, values, bias=False)
@@ -95,8 +105,8 @@ class GatedLinearAttention(nn.Module):
         Args:
             x: [B, T, hidden_size].
             layout: Boundaries of packed sequences, for which B is 1. No information crosses a boundary.
-            cache: `LayerCache` with "state" [N, HV, K, V]; the call continues from it and replaces it. An empty cache
-                starts new sequences.
+            cache: `LayerCache` with "state" [N, HV, K, V], and with "conv" [N, D, W-1] if there is a convolution; the
+                call continues from these and replaces them. An empty cache starts new sequences.
             cp_context: From `wyfold.cp.build_cp_context`, instead of layout and cache. x is this rank's shard of the
                 tokens; sequences cross ranks. Each rank gets its partial gradient of every parameter.
 
@@ -107,8 +117,12 @@ class GatedLinearAttention(nn.Module):
             TypeError: x has another dtype than the parameters outside autocast, or cache is not a `LayerCache`.
             ValueError: x, layout and cache do not fit together.
         """
-        sequences("GatedLinearAttention", x, self.hidden_size, self.qkv, layout, cache, ("state",), cp_context)
-        q, k, v = self.qkv(x).split(self.channels, dim=-1)
+        holds = ("state",) if self.conv is None else ("conv", "state")
+        sequences("GatedLinearAttention", x, self.hidden_size, self.qkv, layout, cache, holds, cp_context)
+        qkv = self.qkv(x)
+        if self.conv is not None:
+            qkv = self.conv(qkv, layout=layout, cache=cache, cp_context=cp_context)
+        q, k, v = qkv.split(self.channels, dim=-1)
         q, k = (rows.unflatten(-1, (self.num_heads, self.head_dim)) for rows in (q, k))
         v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
         o = run_rule(

@@ -152,6 +152,15 @@ def test_every_mixer_trains_and_resumes(data, tmp_path, monkeypatch, layers):
     assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
 
 
+def test_gla_layers_get_a_convolution(data, tmp_path, capsys):
+    assert train(data, tmp_path / "run", "--steps", 1, "--gla-conv", layers="gla attention") == 0
+    gla, attention = checkpoint.load_model(tmp_path / "run", torch.device("cpu"), None).blocks
+    assert gla.mixer.conv.conv_size == 4 and not hasattr(attention.mixer, "conv")
+    assert train(data, tmp_path / "other", "--steps", 1, "--gla-conv", layers="kda") == 2
+    assert "--gla-conv: there is no gla layer in --layers 'kda'" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
 def test_entries_after_the_last_checkpoint_are_not_duplicated(data, tmp_path):
     words = ["--steps", 6, "--eval-every", 100, "--save-every", 2]
     assert train(data, tmp_path / "run", *words) == 0

@@ -154,6 +154,12 @@ def _model_options(model: argparse._ActionsContainer) -> None:
         help="use KDA's bounded gate, whose log decays stay above X in [-5, 0); published models have -5 "
         "(default: no bound, for tasks too)",
     )
+    model.add_argument(
+        "--gla-conv",
+        action="store_true",
+        default=None,
+        help="give gla layers a short convolution, as the delta rules have (default: no, as published, for tasks too)",
+    )
 
 
 def _learning_options(learning: argparse._ActionsContainer) -> None:

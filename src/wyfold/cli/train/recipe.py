@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # refusing a run does not import torch
     from wyfold.models import Decoder
 
 BETAS = (0.9, 0.95)
+CONV = 4
+"""Length of the short convolution of gla layers, which is that of the other layers."""
 DELTA_LAYERS = ("delta_net", "gated_delta_net", "kda", "gated_delta_net2", "gated_delta_product", "rwkv7")
 
 
@@ -100,6 +102,8 @@ def build(recipe: Recipe, backend: str | None = None, vocabulary: int = 256) -> 
         options |= {layer: {"allow_neg_eigval": True} for layer in DELTA_LAYERS}
     if recipe.kda_lower_bound is not None:
         options["kda"] = options.get("kda", {}) | {"lower_bound": recipe.kda_lower_bound}
+    if recipe.gla_conv:
+        options["gla"] = {"short_conv": CONV}
     try:
         if not recipe.neg_eigval and "gated_delta_product" in parse(recipe.layers):  # its default, the paper's, is True
             options["gated_delta_product"] = {"allow_neg_eigval": False}
@@ -118,6 +122,8 @@ def build(recipe: Recipe, backend: str | None = None, vocabulary: int = 256) -> 
         raise UsageError(f"--neg-eigval: there is no delta-rule layer in --layers {recipe.layers!r}")
     if recipe.kda_lower_bound is not None and "kda" not in config.layers:
         raise UsageError(f"--kda-lower-bound: there is no kda layer in --layers {recipe.layers!r}")
+    if recipe.gla_conv and "gla" not in config.layers:
+        raise UsageError(f"--gla-conv: there is no gla layer in --layers {recipe.layers!r}")
     return Decoder(config, backend=backend)
 
 

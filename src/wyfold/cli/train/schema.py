@@ -69,6 +69,7 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         curriculum: Steps in which the rows of mqar grow from an eighth of their length (`synthetic.Curriculum`).
         eval_lengths: Further lengths of row for the final evaluation of a task.
         kda_lower_bound: Lower bound of the log decays of kda layers; None for the gate without a bound.
+        gla_conv: Whether gla layers have a short convolution.
     """
 
     data: Text
@@ -103,6 +104,7 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     curriculum: Count = 0
     eval_lengths: tuple[Positive, ...] = ()
     kda_lower_bound: Annotated[float, Meta(ge=-5, lt=0)] | None = None
+    gla_conv: bool = False
 
     def __post_init__(self) -> None:
         """Refuse an invalid layer pattern in a file, which would otherwise be printed and built."""

@@ -37,6 +37,7 @@ TEXT: dict[str, Any] = {
     "packed": False,
     "neg_eigval": False,
     "kda_lower_bound": None,
+    "gla_conv": False,
     "grad_accum": 1,
     "held_out": 0.1,
     "clip": 1.0,

@@ -251,7 +251,7 @@ def _layer(name: str, given: Mapping[str, Any], weights: Mapping[str, Tensor], b
 def _layer_options(name: str, layer: Any) -> dict[str, Any]:
     """Arguments of the constructor of one of fla's layers, from its attributes."""
     fields = "hidden_size num_heads num_v_heads expand_k expand_v head_dim conv_size allow_neg_eigval lower_bound"
-    fields += " num_householder use_forget_gate num_kv_heads gate_logit_normalizer"
+    fields += " num_householder use_forget_gate num_kv_heads gate_logit_normalizer use_short_conv"
     found = {field: getattr(layer, field) for field in fields.split() if hasattr(layer, field)}
     found |= {option: getattr(layer, option) for option in KINDS[name].fixed if hasattr(layer, option)}
     if name == "GatedLinearAttention":

@@ -32,7 +32,7 @@ class Kind(NamedTuple):
         model_type, architecture: fla's names of the language model; empty if it has none.
         fixed: fla's options that Wyfold's layer has one value of.
         names: Wyfold's name -> fla's, of tensors that both have.
-        conv: Whether the layers have a convolution.
+        conv: Whether each of the layers has a convolution.
     """
 
     ours: type[Mixer]
@@ -100,7 +100,7 @@ KINDS: dict[str, Kind] = {
         "gla",
         "GLAForCausalLM",
         {
-            "use_short_conv": False,
+            "conv_bias": False,
             "use_output_gate": True,
             "fuse_norm": True,
             "elementwise_affine": True,
@@ -163,6 +163,7 @@ def our_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if name == "GatedLinearAttention":
         rank, normalizer = given.get("gate_low_rank_dim", 16), given.get("gate_logit_normalizer", 16)
         own = {"decay_rank": rank, "decay_normalizer": float(normalizer)}
+        own["short_conv"] = given.get("conv_size", 4) if given.get("use_short_conv") else None
         return {**sizes, **own, "norm_eps": given["norm_eps"]}
     options = {name: given[name] for name in ("conv_size", "allow_neg_eigval", "norm_eps")}
     if name == "GatedDeltaProduct":
@@ -220,6 +221,7 @@ def _their_gla_arguments(layer: layers.GatedLinearAttention) -> dict[str, Any]:
         "gate_low_rank_dim": layer.decay_down.out_features,
         "gate_logit_normalizer": layer.decay_normalizer,
         "norm_eps": layer.norm.eps,
+        **({} if layer.conv is None else {"use_short_conv": True, "conv_size": layer.conv.conv_size}),
     }
 
 
@@ -229,7 +231,7 @@ def our_weights(name: str, theirs: Mapping[str, Tensor], HV: int) -> dict[str, T
     Raises:
         ValueError: A tensor is missing or unknown.
     """
-    names, conv = dict(KINDS[name].names), KINDS[name].conv
+    names, conv = dict(KINDS[name].names), KINDS[name].conv or any("conv1d" in of for of in theirs)
     if name == "GatedDeltaProduct" and "a_proj.weight" not in theirs:  # without a forget gate
         for part in ("forget.weight", *_DECAY):
             del names[part]
