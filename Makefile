@@ -76,7 +76,7 @@ compile: $(VENV)/.wyfold
 	@test -z "$(TRITON)" || test -d .cache/triton-$(TRITON) || \
 	$(PIP) install --quiet --quiet --no-deps --target .cache/triton-$(TRITON) triton==$(TRITON)
 	PYTHONPATH=$(if $(TRITON),.cache/triton-$(TRITON)) OMP_NUM_THREADS=1 $(BIN)/python -m tests.compile.aot $(ARGS)
-	PYTHONPATH=$(if $(TRITON),.cache/triton-$(TRITON)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m release tests/compile
+	PYTHONPATH=$(if $(TRITON),.cache/triton-$(TRITON)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m release
 
 # --- what `make check` is made of ------------------------------------------------------------------------------------
 

@@ -18,7 +18,9 @@ import functools
 import gc
 import itertools
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -130,6 +132,21 @@ def offered_backends(fixtures: Iterable[str]) -> tuple[str, ...]:
     return ("triton",) if interpreting() else ("eager", "triton")
 
 
+KERNEL_FIXTURES = re.compile(r'[(,]\s*(device|interpreter)\s*(: [\w. |]+)?[,)]|usefixtures\(.*"(device|interpreter)"')
+"""Source of a test that runs kernels: it takes one of these fixtures."""
+
+
+@functools.cache
+def runs_kernels(file: Path) -> bool:
+    return KERNEL_FIXTURES.search(file.read_text()) is not None
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """In an interpreting process, do not import test files that run no kernel."""
+    is_test = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
+    return (is_test and interpreting() and not runs_kernels(collection_path)) or None
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" not in metafunc.fixturenames:
         return
@@ -144,6 +161,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """In an interpreting process, deselect tests that run no kernel. Long tests come first."""
+    hidden = {item.path for item in items if "device" in item.fixturenames and not runs_kernels(item.path)}
+    if hidden:
+        raise pytest.UsageError(f"an interpreting process would not collect {', '.join(map(str, hidden))}")
     if interpreting():
         others = [item for item in items if "device" not in item.fixturenames]
         config.hook.pytest_deselected(items=others)

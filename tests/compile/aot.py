@@ -649,7 +649,9 @@ CALLS = (
     ),
     Call("chunk_dplr_delta_rule", packed=True),
     Call("chunk_dplr_delta_rule", K=64, V=64, options=GPU_CHUNKS, wrt=("initial_state",)),
-    Call("chunk_rwkv7", "float32", 64, 64, tested=HOPPER),
+    Call("chunk_rwkv7", "float32", 64, 64),
+    # Of the rules, Comba with few gradients has the fewest accesses, which the compiler's time follows (TRITON-4).
+    Call("chunk_comba", K=32, V=32, wrt=("k", "beta"), tested=HOPPER),
     Call("chunk_dplr_delta_rule", K=256, V=256, wrt=("initial_state",)),
     Call("fused_recurrent_gdn2", packed=True, wrt=("initial_state",), tested=HOPPER),
     Call("fused_recurrent_rwkv7", "float32", 256, 256, wrt=("initial_state",)),

@@ -47,7 +47,8 @@ class Packing:
 # --- lengths ---------------------------------------------------------------------------------------------------------
 
 EVERY_LENGTH = tuple(range(1, 131))
-BORDER_LENGTHS = (191, 192, 193, 1023, 1024, 1025)
+BORDER_LENGTHS = (191, 192, 193, 447, 448, 449)
+FAR_BORDER_LENGTHS = (1023, 1024, 1025)
 LONG_LENGTHS = (65_537, 524_289)  # the second has more than 32,768 chunks of 16 tokens
 
 

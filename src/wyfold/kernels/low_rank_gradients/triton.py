@@ -151,7 +151,7 @@ def gradients(
             PRECISION=precision(q.dtype),
         ),
         # One warp per sub-chunk.
-        **{**config.options(contract=contracts(q.dtype)), "num_warps": C // NEAR},
+        **{**config.options(contract=contracts(q.dtype)), "num_warps": C // NEAR.value},
     )
     sum_channels(dg, out.g)
     if out.A_log is not None and dA_log is not None:
