@@ -114,6 +114,7 @@ class Call:
         misaligned: Whether the addresses of tokens are no multiples of 16, which TMA descriptors need.
         scalar: Whether a gate over channels is reduced to its first channel.
         projected: Whether the gate has the dtype of the inputs, as a projection's output whose activation is inside.
+        continued: Whether PaTH attention gets keys of earlier calls.
         tested: Architectures for which `make test` compiles the call. `make compile` does for all.
     """
 
@@ -129,6 +130,7 @@ class Call:
     misaligned: bool = False
     scalar: bool = False
     projected: bool = False
+    continued: bool = False
     tested: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -140,6 +142,7 @@ class Call:
         words += ["misaligned"] if self.misaligned else []
         words += ["scalar"] if self.scalar else []
         words += ["projected"] if self.projected else []
+        words += ["continued"] if self.continued else []
         return " ".join(words)
 
     def arguments(self) -> dict[str, Any]:
@@ -154,6 +157,9 @@ class Call:
             arguments["g"] = arguments["g"][..., 0].contiguous()
         if self.projected:
             arguments["g"] = arguments["g"].to(arguments["q"].dtype)
+        if self.continued:
+            counts = torch.tensor([T])
+            arguments["past"] = wyfold.PathKeys(arguments["k"], arguments["v"], arguments.get("g"), counts)
         for name, x in arguments.items():
             if subject.backward and isinstance(x, torch.Tensor) and x.is_floating_point():
                 x.requires_grad_(not self.wrt or name in self.wrt)
@@ -663,6 +669,8 @@ CALLS = (
         256,
         options=(("state_v_first", True), ("initial_state", None)),
     ),
+    # Tiles of keys and values of two widths.
+    Call("parallel_path_attn, forget gate", K=16, V=72, wrt=NONE, continued=True, tested=HOPPER),
     # With a whole block of 512 tokens, and another one.
     Call("parallel_path_attn, forget gate", packed=True, segments=9),
     # Narrow heads, which compile in half the time.

@@ -75,7 +75,7 @@ def empty_workspace(q: Tensor, k: Tensor, v: Tensor, factors: PathFactors, block
         heads: Key heads of the whole call.
     """
     (B, T, H, K), (HQ, V), dtype = k.shape, (q.shape[2], v.shape[3]), workspace(q.dtype)
-    slots, BK = factors.M.shape[0], key_width(q.dtype, K)
+    slots, BK = factors.M.shape[0], key_width(K)
     tile = _tile(q, v)
     rows = lanes(heads, T, tile) * slots * HQ if T > block * CHUNK else 0
     dk, dW, dw, dblocks = (k.new_empty(B, T, H, K, dtype=torch.float32) for _ in range(4))
@@ -143,7 +143,7 @@ def path_attention_bwd(
     (_, T, HQ, K), (H, V), dtype = x.q.shape, x.v.shape[2:], x.q.dtype
     slots, tile = d.dM.shape[0], _tile(x.q, x.v)
     L = len(d.far_x) // (slots * HQ) or 1
-    sizes = PathSizes(H, HQ, K, V, CHUNK, key_width(dtype, K), key_width(dtype, V), block, tile, L)
+    sizes = PathSizes(H, HQ, K, V, CHUNK, key_width(K), key_width(V), block, tile, L)
     queries = Queries(d.x, d.near, d.near_sums, do, lse, d.delta)
     keys = keys_argument(factors, x.v, x.g, sums)
     near: dict[str, Any] = {"queries": queries, "tokens": d.x.shape[:2].numel()}

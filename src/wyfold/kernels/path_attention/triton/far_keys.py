@@ -25,8 +25,8 @@ from wyfold.tile.index.triton import chunk_span, load_tile, map_slot, store_tile
 
 
 def map_parts(sizes: PathSizes) -> int:
-    """Programs of a map in `far_maps`, which take 64 rows each at most."""
-    return max(1, sizes.BK // 64)
+    """Programs of a map in `far_maps`, which take 64 rows each."""
+    return sizes.BK // 64
 
 
 class KeyGradients(NamedTuple):
@@ -115,7 +115,7 @@ def wyfold_path_far_maps_triton(
     BT: tl.constexpr = SIZES.BT
     BK: tl.constexpr = SIZES.BK
     TILE: tl.constexpr = SIZES.TILE
-    BR: tl.constexpr = BK if BK < 64 else 64  # rows of the map of this program
+    BR: tl.constexpr = 64  # rows of the map of this program
     i_tile = tl.program_id(0).to(tl.int64)
     part = i_tile % (BK // BR) * BR
     i_h = i_tile // (BK // BR) % H

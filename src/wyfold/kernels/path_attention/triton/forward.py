@@ -104,7 +104,7 @@ def path_attention(
         skipped=k.shape[1] - q.shape[1],
         S=0 if past.k is None else past.k.shape[1],
         factor=path_scales(scale, gate),
-        SIZES=PathSizes(H, HQ, K, V, CHUNK, key_width(dtype, K), key_width(dtype, V), block),
+        SIZES=PathSizes(H, HQ, K, V, CHUNK, key_width(K), key_width(V), block),
         PACKED=grid.cu is not None,
         OP=operand(dtype),
         PRECISION=precision(dtype),
@@ -257,10 +257,8 @@ def wyfold_path_attention_triton(
         for far in tl.range((S + BT - 1) // BT, num_stages=1):
             place = S - (far + 1) * BT
             held = (place + o_r >= S - count) & (place + o_r >= 0)
-            offsets, mask = token_offsets(past.s_k, TokenRows(b, place, BT), i_h, 0, K, BT, BK)
-            b_past_k = tl.load(past.k + offsets, mask=mask & held[:, None], other=0.0)
-            offsets, mask = token_offsets(past.s_v, TokenRows(b, place, BT), i_h, 0, V, BT, BV)
-            b_past_v = tl.load(past.v + offsets, mask=mask & held[:, None], other=0.0)
+            b_past_k = load_past(past.k, past.s_k, b, place, held, i_h, K, BT, BK)
+            b_past_v = load_past(past.v, past.s_v, b, place, held, i_h, V, BT, BV)
             b_s = mm(b_x, tl.trans(b_past_k), None, OP, PRECISION)
             if past.g is not None:
                 p_tile = past.g + b * past.s_g[0] + i_q * past.s_g[2]
@@ -282,6 +280,13 @@ def wyfold_path_attention_triton(
         tl.store(out.rest + offsets, b_rest, mask=mask & queried[:, None])
     o_lse = b * out.s_lse[0] + (t - skipped + o_r).to(tl.int64) * out.s_lse[1] + i_q * out.s_lse[2]
     tl.store(out.lse + o_lse, b_most + tl.log2(b_sum), mask=queried & (o_r < rows))
+
+
+@triton.jit
+def load_past(p, s, b, place, held, i_h, W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr):
+    """Load a tile of keys or values of earlier calls; zero where there is none.   [BT, BW]"""
+    offsets, mask = token_offsets(s, TokenRows(b, place, BT), i_h, 0, W, BT, BW)
+    return tl.load(p + offsets, mask=mask & held[:, None], other=0.0)
 
 
 @triton.jit

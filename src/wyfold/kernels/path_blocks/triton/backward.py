@@ -71,7 +71,7 @@ def path_factors_bwd(
         out: Gradients in the shapes of x.
     """
     (B, T, H, K), (HQ, V), dtype = x.k.shape, (x.q.shape[2], x.v.shape[3]), x.q.dtype
-    BK, f = key_width(dtype, K), factors
+    BK, f = key_width(K), factors
     rows, s_E = f.w.stride(), f.E.stride()
     tile_rows: dict[str, Any] = {"H": H, "K": K, "BT": CHUNK, "BK": BK}
     products = {"OP": operand(dtype), "PRECISION": precision(dtype)}
@@ -91,7 +91,7 @@ def path_factors_bwd(
             **config.options(contract=contracts(dtype)),
         )
 
-    sizes = PathSizes(H, HQ, K, V, CHUNK, BK, key_width(dtype, V), block)
+    sizes = PathSizes(H, HQ, K, V, CHUNK, BK, key_width(V), block)
     p, dZ, dP, P = (x.q.new_empty(B, T, HQ, CHUNK, dtype=workspace(dtype)) for _ in range(4))
     tiles = Tiles(p, dZ, dP, P, p.stride())
     tokens = Tokens(

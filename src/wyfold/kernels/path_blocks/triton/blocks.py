@@ -96,7 +96,7 @@ def wyfold_path_blocks_bwd_triton(
             return
         left = tl.load(packing.cu + i_n + 1) - t
     place = i_s % BLOCK
-    BR: tl.constexpr = BK if BK < 64 else 64  # rows or columns of a map at a time
+    BR: tl.constexpr = 64  # rows or columns of a map at a time
     if left <= (BLOCK - place) * BT:
         return
     at = TokenRows(b, t, BT)

@@ -44,7 +44,7 @@ def empty_factors(q: Tensor, k: Tensor, block: int, *, backward: bool) -> PathFa
     w, W, end, blocks = (k.new_empty(k.shape, dtype=dtype) for _ in range(4))
     E = k.new_empty(B, T, H, CHUNK, dtype=dtype)
     slots = -(-T // (block * CHUNK))
-    BK = key_width(q.dtype, K)
+    BK = key_width(K)
     after = k.new_empty((B * slots, H, block, BK, BK) if backward else 0, dtype=dtype)
     return PathFactors(w, W, end, E, blocks, k.new_empty(B * slots, H, K, K, dtype=dtype), after)
 
@@ -64,7 +64,7 @@ def path_factors(k: Tensor, w: Tensor, beta: Tensor, grid: ChunkGrid, block: int
     packing = Packing(grid.cu, grid.first, grid.sequence), grid.sequences, grid.tokens, grid.per_sequence
     config, chunk = (tuned("path_blocks.triton", launch_key(dtype, K, name), k.device) for name in (None, "chunks"))
     products = {"OP": operand(dtype), "PRECISION": precision(dtype), "EXACT": exact(dtype)}
-    sizes = {"H": H, "K": K, "BT": CHUNK, "BK": key_width(dtype, K), "PACKED": grid.cu is not None}
+    sizes = {"H": H, "K": K, "BT": CHUNK, "BK": key_width(K), "PACKED": grid.cu is not None}
     launch_kernel(
         wyfold_path_chunks_triton,
         grid.chunks * H,
@@ -90,7 +90,7 @@ def path_factors(k: Tensor, w: Tensor, beta: Tensor, grid: ChunkGrid, block: int
         return  # no sequence has a whole block
     launch_kernel(
         wyfold_path_blocks_triton,
-        grid.chunks * H * max(1, sizes["BK"] // 64),
+        grid.chunks * H * (sizes["BK"] // 64),
         out.w,
         out.W,
         out.k,
@@ -143,7 +143,7 @@ def path_cache(
         H=H,
         K=K,
         BT=CHUNK,
-        BK=key_width(dtype, K),
+        BK=key_width(K),
         BLOCK=block,
         PACKED=grid.cu is not None,
         EXACT=exact(dtype),
@@ -171,7 +171,7 @@ def wyfold_path_chunks_triton(
             return
     at, o = TokenRows(b, t, rows), tl.arange(0, BT)
     below = o[:, None] > o[None, :]
-    BE: tl.constexpr = BK if BK < 64 else 64  # columns at a time: all of them would need more registers than there are
+    BE: tl.constexpr = 64  # columns at a time: all of them would need more registers than there are
     b_N = tl.zeros((BT, BT), tl.float32)
     b_J = tl.zeros((BT, BT), tl.float32)
     for part in range(0, BK, BE):
@@ -203,7 +203,7 @@ def wyfold_path_blocks_triton(
 
     Rows of a map do not depend on each other. Programs of chunks that begin no block do nothing.
     """
-    BR: tl.constexpr = BK if BK < 64 else 64
+    BR: tl.constexpr = 64
     i_tile = tl.program_id(0).to(tl.int64)
     part = (i_tile % (BK // BR)).to(tl.int32) * BR
     i_h = i_tile // (BK // BR) % H

@@ -192,7 +192,7 @@ def wyfold_path_own_factors_bwd_triton(
             return
     at = TokenRows(b, t, rows)
     EV: tl.constexpr = BV if BV < 64 else 64  # columns at a time: all of them would need more registers than there are
-    EK: tl.constexpr = BK if BK < 64 else 64
+    EK: tl.constexpr = 64
     for part in range(0, BV, EV):
         b_dv = load_tokens(out.dv, out.s_dv, at, i_h, part, V, BT, EV)
         for e in range(G):

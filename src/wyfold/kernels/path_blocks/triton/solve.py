@@ -109,7 +109,7 @@ def wyfold_path_tokens_bwd_triton(
             return
     at, o = TokenRows(b, t, rows), tl.arange(0, BT)
     below, above = o[:, None] > o[None, :], o[:, None] < o[None, :]
-    BE: tl.constexpr = BK if BK < 64 else 64  # columns at a time: all of them would need more registers than there are
+    BE: tl.constexpr = 64  # columns at a time: all of them would need more registers than there are
     b_beta = load_token_scalars(x.beta, x.s_beta, at, i_h, BT)
     b_XE = load_tokens(d.dE, factors.s_E, at, i_h, 0, BT, BT, BT)
     b_E = load_tokens(factors.E, factors.s_E, at, i_h, 0, BT, BT, BT)
