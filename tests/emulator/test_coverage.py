@@ -7,7 +7,7 @@ HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "src"
 
 
-def test_every_module_with_a_gluon_kernel_is_imported_by_a_test():
+def test_every_gluon_kernel_is_imported_by_a_test():
     kernels = {module(path) for path in SOURCES.rglob("*.py") if defines_kernel(path)}
     imported = {
         f"{node.module}.{alias.name}"
@@ -17,11 +17,16 @@ def test_every_module_with_a_gluon_kernel_is_imported_by_a_test():
         for alias in node.names
     }
     assert kernels
-    assert not kernels - imported
+    assert not {kernel for kernel in kernels if not {kernel, package(kernel)} & imported}
 
 
 def module(path: Path) -> str:
     return ".".join(path.relative_to(SOURCES).with_suffix("").parts).removesuffix(".__init__")
+
+
+def package(module: str) -> str:
+    """The package that has a kernel's file. Tests import it, because it has the launch function too."""
+    return module.rpartition(".")[0]
 
 
 def defines_kernel(path: Path) -> bool:

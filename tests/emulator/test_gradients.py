@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wyfold import reference
 from wyfold.kernels.gradients import gluon
-from wyfold.kernels.gradients.gluon import channel
+from wyfold.kernels.gradients.gluon import channel, scalar
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid, chunk_grid
 from wyfold.runtime.kernel_configs import Config, LaunchKey
@@ -77,7 +77,7 @@ def test_gradients(case):
 
 def judge(machine: Machine, call: Call) -> None:
     out = {name: None if x is None else torch.full_like(x, torch.nan) for name, x in call.given.items()}
-    module: ModuleType = channel if call.kind == "channel" else gluon
+    module: ModuleType = channel.launch if call.kind == "channel" else scalar.launch
     q, k, _, *rest = call.given.values()
     with machine.installed(module, Config(4, 1, {})):
         gluon.gradients(

@@ -95,7 +95,7 @@ def test_prepare(case):
 
 def judge(machine: Machine, call: Call) -> None:
     o = call.o.clone()
-    with machine.installed(channel, Config(4, 1, {})):
+    with machine.installed(channel.launch, Config(4, 1, {})):
         found = channel.prepare(*call.tokens, call.grid, call.options, o, folded=True, backward=True)
     got = found.total, found.q, found.k, found.E, from_quarters(found.F), from_quarters(found.W)
     assert (found.rows[: len(call.want[0]), 0] == float(call.options.erases)).all(), "the factor of the keys read"

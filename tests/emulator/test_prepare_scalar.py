@@ -86,7 +86,7 @@ def judge(
     how = options(qk_l2norm=norm, beta_logit=logit, erases=erases)
     call = q, k, g if gate else None, given, None, None
     grid = chunk_grid(B, T, C, None if cu is None else torch.tensor(cu))
-    with machine.installed(scalar, Config(4, 1, {})):
+    with machine.installed(scalar.launch, Config(4, 1, {})):
         both, forward, backward = (
             scalar.prepare(*call, grid, how, o, folded=False, forward=there, backward=back)
             for there, back in ((True, True), (True, False), (False, True))

@@ -141,7 +141,7 @@ def summarised(
     want = H.clone(), M.clone()
     maps(call, segments, *want)
     call.spoil()
-    with machine.installed(forward, Config(4, config[1], config[0])):
+    with machine.installed(forward.launch, Config(4, config[1], config[0])):
         forward.segment_summary(call.k, call.v, call.prepared, call.S0, segments, LaunchKey(), H, M, horizon=horizon)
     require_close(machine, H=written(H, want[0]), M=written(M, want[1]))
 
@@ -154,7 +154,7 @@ def graded(
     want = c.clone()
     gradients(call, segments, want)
     call.spoil()
-    with machine.installed(backward, Config(4, config[1], config[0])):
+    with machine.installed(backward.launch, Config(4, config[1], config[0])):
         backward.segment_summary_bwd(
             call.q, call.k, call.prepared, call.do, call.dST, segments, options(scale=SCALE), LaunchKey(), c,
             horizon=horizon,

@@ -377,7 +377,7 @@ TRITON_KERNELS = (
 GLUON_KERNELS = (
     Mutant(
         "the producer of the scan does not wait for a free stage",
-        "kernels/scan/gluon.py",
+        "kernels/scan/gluon/kernel.py",
         "_producer",
         "mbarrier.wait(smem.free.index(stage), phase)",
         "pass",
@@ -385,7 +385,7 @@ GLUON_KERNELS = (
     ),
     Mutant(
         "the scan stores its outputs without a fence",
-        "kernels/scan/gluon.py",
+        "kernels/scan/gluon/consumer.py",
         "_release",
         "fence_async_shared()",
         "pass",
@@ -393,15 +393,15 @@ GLUON_KERNELS = (
     ),
     Mutant(
         "the scan overwrites outputs that are still being stored",
-        "kernels/scan/gluon.py",
-        "_step",
+        "kernels/scan/gluon/consumer.py",
+        "_write_output",
         "tma.store_wait(pendings=PENDING)",
         "pass",
         "emulator/test_scan.py::test_scan",
     ),
     Mutant(
         "the scan reads rows of the next sequence",
-        "kernels/scan/gluon.py",
+        "kernels/scan/gluon/consumer.py",
         "_step",
         "gl.arange(0, BT, layout=ROW) < coords.tail_rows",
         "gl.arange(0, BT, layout=ROW) < BT",
@@ -409,7 +409,7 @@ GLUON_KERNELS = (
     ),
     Mutant(
         "the scan frees a stage before its first chunk",
-        "kernels/scan/gluon.py",
+        "kernels/scan/gluon/consumer.py",
         "_release",
         "pred=i >= 0",
         "pred=i >= -1",
@@ -417,7 +417,7 @@ GLUON_KERNELS = (
     ),
     Mutant(
         "the backward scan frees a stage before its first chunk",
-        "kernels/scan_bwd/gluon.py",
+        "kernels/scan_bwd/gluon/states.py",
         "",
         "mbarrier.arrive(smem.free.index(before), count=1, pred=done > 0)",
         "mbarrier.arrive(smem.free.index(before), count=1, pred=done >= 0)",
@@ -425,7 +425,7 @@ GLUON_KERNELS = (
     ),
     Mutant(
         "queries are read before they have arrived",
-        "kernels/prepare/gluon/scalar.py",
+        "kernels/prepare/gluon/scalar/kernel.py",
         "",
         "mbarrier.wait(q_ready, 0)",
         "pass",
@@ -433,7 +433,7 @@ GLUON_KERNELS = (
     ),
     Mutant(
         "keys and queries are read before they have arrived",
-        "kernels/prepare/gluon/channel.py",
+        "kernels/prepare/gluon/channel/kernel.py",
         "",
         "mbarrier.wait(tokens_ready, phase)",
         "pass",
@@ -441,7 +441,7 @@ GLUON_KERNELS = (
     ),
     Mutant(
         "gradients of outputs are read before they have arrived",
-        "kernels/gradients/gluon/__init__.py",
+        "kernels/gradients/gluon/scalar/kernel.py",
         "",
         "mbarrier.wait(smem.values_ready, r % 2)",
         "pass",
@@ -449,7 +449,7 @@ GLUON_KERNELS = (
     ),
     Mutant(
         "gradients of a key head lack those of a value head",
-        "kernels/gradients/gluon/__init__.py",
+        "kernels/gradients/gluon/scalar/kernel.py",
         "",
         "is_later = gl.zeros([BT, BK], gl.int32, LC) + r > 0",
         "is_later = gl.zeros([BT, BK], gl.int32, LC) + r > 1",
@@ -457,7 +457,7 @@ GLUON_KERNELS = (
     ),
     Mutant(
         "gradients read outputs of the next sequence",
-        "kernels/gradients/gluon/channel.py",
+        "kernels/gradients/gluon/channel/kernel.py",
         "",
         "clear_rows(t_do, rows, BT, V)",
         "pass",
@@ -465,7 +465,7 @@ GLUON_KERNELS = (
     ),
     Mutant(
         "the producer of the summary ends without an arrival",
-        "kernels/segment_summary/gluon/forward.py",
+        "kernels/segment_summary/gluon/forward/producer.py",
         "",
         "mbarrier.arrive(full, count=1)",
         "pass",
@@ -473,7 +473,7 @@ GLUON_KERNELS = (
     ),
     Mutant(
         "the producer of the backward summary does not wait for a free stage",
-        "kernels/segment_summary/gluon/backward.py",
+        "kernels/segment_summary/gluon/backward/kernel.py",
         "",
         "mbarrier.wait(smem.free.index(stage), phase)",
         "pass",
@@ -481,7 +481,7 @@ GLUON_KERNELS = (
     ),
     Mutant(
         "TTT's outputs are computed before the state is there",
-        "kernels/ttt/gluon.py",
+        "kernels/ttt/gluon/read.py",
         "",
         "mbarrier.wait(smem.scanned.index(stage), phase)",
         "pass",

@@ -1,0 +1,64 @@
+"""Arguments of the kernel under a channel gate."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Tokens(NamedTuple):
+    """Kernel argument: how the tokens lie in memory, and what is accessed through pointers.
+
+    Attributes:
+        h_q, h_k, h_do, h_g: Distances between heads.
+        q, s_q, k, s_k: Rows of q and k, and their strides, for the norms.
+        X: [tiles, BT, V] of `TokenBorders`.
+        norm_dots: [chunks and key heads, 2, 2, BT] products of rows and gradients, written for
+            `wyfold_gradients_norm_gluon`; None without a norm.
+    """
+
+    h_q: Any
+    h_k: Any
+    h_do: Any
+    h_g: Any
+    q: Any
+    s_q: Any
+    k: Any
+    s_k: Any
+    X: Any
+    norm_dots: Any
+    end: None = None
+
+
+class Sizes(NamedTuple):
+    """Constexprs: sizes of the call and of tiles."""
+
+    H: int
+    HV: int
+    K: int
+    V: int
+    BT: int
+
+
+class Flags(NamedTuple):
+    """Constexprs: variant of the kernel; see the kernel for scalar gates."""
+
+    PACKED: bool
+    WHOLE: bool
+    ACTIVATION: str
+    CLAMPED: bool
+    NORM: bool
+    LOGIT: bool
+
+
+class GateActivation(NamedTuple):
+    """Parameters of the gate's activation.
+
+    Attributes:
+        rate: exp(A_log), or 1.
+        lower_bound: Lower bound of a bounded gate.
+        clamp: Smallest log gate.
+    """
+
+    rate: Any
+    lower_bound: Any
+    clamp: Any

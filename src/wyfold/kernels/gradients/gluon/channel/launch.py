@@ -1,0 +1,182 @@
+"""Launches of `gradients` in Gluon under a channel gate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wyfold.kernels.gradients.gluon.channel.arguments import Flags, Sizes, Tokens
+from wyfold.kernels.gradients.gluon.channel.kernel import wyfold_gradients_channel_gluon
+from wyfold.kernels.gradients.gluon.channel.norm import wyfold_gradients_norm_gluon
+from wyfold.kernels.gradients.gluon.tokens import Outputs
+from wyfold.kernels.gradients.triton.arguments import Factors
+from wyfold.kernels.records import GradientOutputs, TokenBorders
+from wyfold.runtime.chunk_layout import ChunkGrid
+from wyfold.runtime.kernel_configs import LaunchKey, tuned
+from wyfold.runtime.kernel_launch import launch_kernel
+from wyfold.runtime.options import DeltaOptions
+from wyfold.tile.decay.triton import FLOOR, Gate
+from wyfold.tile.decay.triton.gradient import GateGradient
+from wyfold.tile.index.gluon import ELEMENTS, gluon_descriptors
+from wyfold.tile.index.triton import Packing, strides
+from wyfold.tile.index.triton.descriptors import tile_descriptor, token_descriptor
+from wyfold.tile.index.triton.strength import Strength
+
+
+def gradients(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    do: Tensor,
+    borders: TokenBorders,
+    grid: ChunkGrid,
+    options: DeltaOptions,
+    key: LaunchKey,
+    out: GradientOutputs,
+) -> None:
+    """Gradients of every token and parameter. Takes the arguments of the Triton launch.
+
+    Args:
+        q, k, g, beta, A_log, dt_bias: As given to the operator, with the sizes and dtypes that `key` implies.
+        do: [B, T, HV, V] gradient of the output.
+        borders: From `scan_bwd`.
+        grid: The call's chunk grid, of chunks of 64.
+        options: As given to `prepare`.
+        key: Launch configuration key.
+        out: Written, as by the Triton launch.
+    """
+    (H, K), (HV, V), C = q.shape[2:], do.shape[2:], grid.chunk_size
+    config = tuned("gradients.gluon", key, q.device)
+    read_q, read_k, read_do, read_g = reads = [_readable(x) for x in (q, k, do, g)]
+    wanted = [(out.q, read_q), (out.k, read_k), (out.g, read_g)]
+    out_q, out_k, out_g = (_output_buffer(to, like) for to, like in wanted)
+    dA_log = ddt_bias = norm_dots = None
+    if options.qk_l2norm:
+        norm_dots = q.new_empty(grid.chunks * H, 2, 2, C, dtype=torch.float32)
+    if out.A_log is not None:
+        dA_log = q.new_empty(grid.chunks, HV, 2, dtype=torch.float32)
+    if out.dt_bias is not None:
+        ddt_bias = q.new_empty(grid.chunks, HV, K, dtype=torch.float32)
+    sums = q.new_empty(grid.chunks * H * 2, 4, C // 2, K // 2, dtype=torch.float32) if HV > H else None
+    x_q, x_k, x_do, x_g, x_dq, x_dk, x_dg, x_S, x_dS, x_e, x_X = _descriptors(
+        [*reads, out_q, out_k, out_g], borders, C, K // 2
+    )
+    launch_kernel(
+        wyfold_gradients_channel_gluon,
+        grid.chunks * H * 2,
+        x_q=x_q,
+        x_k=x_k,
+        x_do=x_do,
+        x_g=x_g,
+        x_dq=x_dq,
+        x_dk=x_dk,
+        x_dg=x_dg,
+        x_S=x_S,
+        x_dS=x_dS,
+        x_e=x_e,
+        x_X=x_X,
+        tokens=Tokens(
+            h_q=read_q.stride(2),
+            h_k=read_k.stride(2),
+            h_do=read_do.stride(2),
+            h_g=read_g.stride(2),
+            q=read_q,
+            s_q=read_q.stride(),
+            k=read_k,
+            s_k=read_k.stride(),
+            X=borders.X,
+            norm_dots=norm_dots,
+        ),
+        gate=Gate(A_log=A_log, dt_bias=dt_bias, lower_bound=options.lower_bound, clamp=options.clamp or FLOOR),
+        strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most),
+        outputs=Outputs(
+            dq=out_q,
+            s_dq=out_q.stride(),
+            dk=out_k,
+            s_dk=out_k.stride(),
+            dv=out.v,
+            s_dv=strides(out.v),
+            dbeta=out.beta,
+            s_dbeta=strides(out.beta),
+            sums=sums,
+        ),
+        dgate=GateGradient(g=out_g, s_g=out_g.stride(), A_log=dA_log, dt_bias=ddt_bias),
+        packing=Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),
+        factors=Factors(options.scale, options.unit, options.unit * float(options.erases)),
+        N=grid.sequences,
+        T=grid.tokens,
+        per_sequence=grid.per_sequence,
+        SIZES=Sizes(H=H, HV=HV, K=K, V=V, BT=C),
+        FLAGS=Flags(
+            PACKED=grid.cu is not None,
+            WHOLE=grid.cu is None and grid.tokens % C == 0,
+            ACTIVATION=options.activation,
+            CLAMPED=options.clamp != 0,
+            NORM=options.qk_l2norm,
+            LOGIT=options.beta_logit,
+        ),
+        **config.options(),
+    )
+    if norm_dots is not None:
+        launch_kernel(
+            wyfold_gradients_norm_gluon,
+            grid.chunks * H,
+            p_q=read_q,
+            p_k=read_k,
+            s_q=read_q.stride(),
+            s_k=read_k.stride(),
+            p_dq=out_q,
+            p_dk=out_k,
+            s_dq=out_q.stride(),
+            s_dk=out_k.stride(),
+            p_norm_dots=norm_dots,
+            p_cu=grid.cu,
+            p_first=grid.first,
+            p_sequence=grid.sequence,
+            N=grid.sequences,
+            T=grid.tokens,
+            per_sequence=grid.per_sequence,
+            H=H,
+            K=K,
+            BT=C,
+            PACKED=grid.cu is not None,
+            **config.options(),
+        )
+    for to, (requested, _) in zip((out_q, out_k, out_g), wanted, strict=True):
+        if requested is not None and requested is not to:
+            requested.copy_(to)
+    if out.A_log is not None and dA_log is not None:
+        out.A_log.copy_(dA_log.sum((0, 2)).view_as(out.A_log))
+    if out.dt_bias is not None and ddt_bias is not None:
+        out.dt_bias.copy_(ddt_bias.sum(0).view_as(out.dt_bias))
+
+
+def _readable(x: Tensor) -> Tensor:
+    """x in a layout and dtype that TMA can read; a copy where x has another."""
+    x = x if x.dtype in ELEMENTS else x.float()
+    return x if _tma_readable(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _tma_readable(x: Tensor) -> bool:
+    """Whether TMA can read blocks of tokens of x."""
+    return token_descriptor(x, 1, 64) is not None
+
+
+def _output_buffer(to: Tensor | None, like: Tensor) -> Tensor:
+    """Output buffer of a gradient: `to` where TMA can write it, else a temporary."""
+    return to if to is not None and to.dtype == like.dtype and _tma_readable(to) else like.new_empty(like.shape)
+
+
+def _descriptors(tokens: list[Tensor], borders: TokenBorders, C: int, BK: int) -> list[Any]:
+    """TMA descriptors in kernel argument order: q, k, do, g, the gradients of q, k and g, then S, dS, e and X."""
+    V = borders.e.shape[2]
+    found = [token_descriptor(x, C, n) for x, n in zip(tokens, (BK, BK, V, BK, BK, BK, BK), strict=True)]
+    found += [tile_descriptor(x, V, BK) for x in (borders.S, borders.dS)] + [
+        tile_descriptor(x, C, V) for x in borders[2:]
+    ]
+    return gluon_descriptors(found)

@@ -1,0 +1,180 @@
+"""Pairs inside a sub-chunk, one by one, and the gate's gradient."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from wyfold.kernels.gradients.gluon.channel.gate import log2_gate
+from wyfold.kernels.gradients.gluon.channel.tiles import (
+    concat_tuples,
+    join8_rows,
+    row_block,
+    split8_numbers,
+    split8_rows,
+)
+from wyfold.kernels.gradients.gluon.tokens import exp2, sum_tile
+from wyfold.tile.activation.triton import LN_2
+from wyfold.tile.decay.triton.gradient import activated_bwd, softplus_gate_bwd
+
+
+class NearTiles(NamedTuple):
+    """Shared memory that the near pairs read and write.
+
+    Attributes:
+        near: [8 * 64, 2] gradients of P and J of every pair inside a sub-chunk.
+        dq, dk, dw: [2, BK, 32] accumulated gradients of rows and columns, by halves of the tokens.
+        over: [2, BK, 4] part of the gate's gradient from pairs that span a sub-chunk.
+        q, k, g: [64, BK] inputs, overwritten with their gradients.
+        logs: [64, BK] log gates to base 2; `g` where no activation is applied.
+    """
+
+    near: Any
+    dq: Any
+    dk: Any
+    dw: Any
+    over: Any
+    q: Any
+    k: Any
+    g: Any
+    logs: Any
+
+
+@gluon.jit
+def near_pairs_half(
+    tiles,
+    h,
+    p_sums,
+    tile,
+    r,
+    GR: gl.constexpr,
+    p_dots,
+    bias,
+    activation,
+    rows,
+    ROLLED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    CLAMPED: gl.constexpr,
+    NORM: gl.constexpr,
+    NEAR: gl.constexpr,
+):
+    """Finish 32 tokens of a value head: add the near pairs, and overwrite the tokens with their gradients.
+
+    q and k are overwritten after the last value head of their key head, with the sums over its heads.
+
+    Args:
+        p_sums: Sums over the value heads so far.
+        tile: Number of this half's sum for q; that for k is the second after it.
+        r: Value head, of the GR heads of its key head.
+
+    Returns:
+        The half's terms of dA_log, and of ddt_bias by channel.
+    """
+    ROW: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
+    BT: gl.constexpr = tiles.q.shape[0]
+    o_t = 32 * h + gl.arange(0, 32, layout=gl.SliceLayout(1, NEAR))
+    is_token = o_t[:, None] < rows
+    t_q, t_k = row_block(tiles.q, h, 32), row_block(tiles.k, h, 32)
+    if ROLLED:
+        t_g = row_block(tiles.g, h, 32)
+    else:
+        t_g = tiles.g.slice(32 * h, 32)
+    raw = None
+    if ACTIVATION == "given":
+        raw = t_g.load(NEAR).to(gl.float32)
+        a = exp2(log2_gate(raw, 0.0, activation, True, ACTIVATION))
+    else:
+        a = exp2(row_block(tiles.logs, h, 32).load(NEAR))
+    dq, dk = tiles.dq.index(h).permute((1, 0)).load(NEAR), tiles.dk.index(h).permute((1, 0)).load(NEAR)
+    dw, over = tiles.dw.index(h).permute((1, 0)).load(NEAR), tiles.over.index(h).permute((1, 0)).load(ROW)
+    q, k = t_q.load(NEAR).to(gl.float32), t_k.load(NEAR).to(gl.float32)
+    dq, dk, dg = _near_pairs(tiles.near, h, q, k, a, dq, dk, dw, over, NEAR)
+    if GR > 1:
+        p_q = sum_tile(p_sums, tile, NEAR, dq.shape[0], dq.shape[1])
+        p_k = sum_tile(p_sums, tile + 2, NEAR, dq.shape[0], dq.shape[1])
+        is_later = gl.zeros(dq.shape, gl.int32, NEAR) + r > 0
+        dq, dk = dq + gl.load(p_q, is_later, 0.0), dk + gl.load(p_k, is_later, 0.0)
+        if r < GR - 1:
+            gl.store(p_q, dq)
+            gl.store(p_k, dk)
+    if GR == 1 or r == GR - 1:
+        if NORM:
+            # p_dots is [tile, half of the channels, q or k, token].
+            gl.store(p_dots + o_t, gl.sum(gl.fma(q, dq, 0.0), axis=1))
+            gl.store(p_dots + o_t + BT, gl.sum(gl.fma(k, dk, 0.0), axis=1))
+        t_q.store(dq.to(t_q.dtype))
+        t_k.store(dk.to(t_k.dtype))
+    if raw is None:
+        raw = t_g.load(NEAR).to(gl.float32)
+    if ACTIVATION == "softplus" and not CLAMPED:
+        g = row_block(tiles.logs, h, 32).load(NEAR) * LN_2  # a load costs less than another softplus
+        dx, dA = softplus_gate_bwd(raw + bias, g, dg, activation.rate)
+    else:
+        dx, dA = activated_bwd(
+            raw, dg, activation.rate, bias, activation.lower_bound, activation.clamp, CLAMPED, ACTIVATION
+        )
+    t_g.store(dx.to(t_g.dtype))
+    dA = gl.sum(gl.sum(gl.where(is_token, dA, 0.0), axis=1), axis=0)
+    return dA, gl.sum(gl.where(is_token, dx, 0.0), axis=0)
+
+
+@gluon.jit
+def _near_pairs(near, h, q, k, a, dq, dk, dw, over, NEAR: gl.constexpr):
+    """Add the pairs inside each sub-chunk to the gradients of 32 tokens, and compute the gate's gradient.
+
+    z and b are those of `add_near_pairs` in `tile.decay.channel.triton`; z is not that of the norm.
+
+    Args:
+        near: Gradients of P and J of the pairs.
+        h: Half of the chunk's tokens.
+        q, k: [32, 64] rows.
+        a: [32, 64] decays of single tokens.
+        dq, dk: [32, 64] gradients of rows, from before their sub-chunk.
+        dw: [32, 64] gradients of columns, from after their sub-chunk.
+        over: [4, 64] part of the gate's gradient from pairs that span the sub-chunk.
+
+    Returns:
+        dq, dk and the log gate's gradient, [32, 64] each.
+    """
+    q, k, a = split8_rows(q), split8_rows(k), split8_rows(a)
+    dq, dk, dw = split8_rows(dq), split8_rows(dk), split8_rows(dw)
+    dg, suffix_sum = (), over
+    for i in gl.static_range(8):
+        suffix_sum = gl.fma(q[7 - i], dq[7 - i], gl.fma(k[7 - i], dk[7 - i], suffix_sum))
+        dg = concat_tuples((suffix_sum,), dg)
+    prefix_sum = over * 0.0
+    for s in gl.static_range(8):
+        dk = _add_to_row(dk, s, dw[s])
+        dg = _add_to_row(dg, s, prefix_sum)
+        prefix_sum = gl.fma(k[s], dw[s], prefix_sum)
+    for s in gl.static_range(8):
+        P, J = _load_coefficients(row_block(near, 2 * s + h, 32), NEAR)
+        dq = _add_to_row(dq, s, P[s] * k[s])
+        dk = _add_to_row(dk, s, P[s] * q[s])
+        z, z_rows = k[s], ()
+        for r in gl.static_range(s + 1, 8):
+            z = z * a[r]
+            dq, dk = _add_to_row(dq, r, P[r] * z), _add_to_row(dk, r, J[r] * z)
+            z_rows = concat_tuples(z_rows, (z,))
+        b = over * 0.0
+        for i in gl.static_range(7 - s):
+            b = gl.fma(P[7 - i], q[7 - i], gl.fma(J[7 - i], k[7 - i], b))
+            dg = _add_to_row(dg, 7 - i, z_rows[6 - s - i] * b)
+            b = b * a[7 - i]
+        dk = _add_to_row(dk, s, b)
+    return join8_rows(dq, NEAR), join8_rows(dk, NEAR), join8_rows(dg, NEAR)
+
+
+@gluon.jit
+def _load_coefficients(pairs, NEAR: gl.constexpr):
+    """Gradients of P and J for one column of every sub-chunk and its 8 rows.   [32, 2] -> 2 x 8 x [4, 1]"""
+    P, J = gl.split(pairs.load(NEAR))
+    return split8_numbers(P), split8_numbers(J)
+
+
+@gluon.jit
+def _add_to_row(rows, i: gl.constexpr, x):
+    """Add x to element i of a tuple of rows."""
+    return rows[:i] + (rows[i] + x,) + rows[i + 1 :]

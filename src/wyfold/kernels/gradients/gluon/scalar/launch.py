@@ -1,0 +1,133 @@
+"""Launch of `gradients` in Gluon without a gate or with a scalar gate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wyfold.kernels.gradients.gluon.scalar.arguments import Flags, Heads, Sizes
+from wyfold.kernels.gradients.gluon.scalar.kernel import wyfold_gradients_gluon
+from wyfold.kernels.gradients.gluon.tokens import Outputs
+from wyfold.kernels.gradients.triton.arguments import Factors
+from wyfold.kernels.records import GradientOutputs, TokenBorders
+from wyfold.runtime.chunk_layout import ChunkGrid
+from wyfold.runtime.kernel_configs import LaunchKey, tuned
+from wyfold.runtime.kernel_launch import launch_kernel
+from wyfold.runtime.options import DeltaOptions
+from wyfold.tile.decay.triton import gate_argument
+from wyfold.tile.decay.triton.gradient import GateGradient
+from wyfold.tile.index.gluon import gluon_descriptors
+from wyfold.tile.index.triton import Packing, strides
+from wyfold.tile.index.triton.descriptors import tile_descriptor, token_descriptor
+from wyfold.tile.index.triton.strength import Strength
+
+
+def gradients(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    do: Tensor,
+    borders: TokenBorders,
+    grid: ChunkGrid,
+    options: DeltaOptions,
+    key: LaunchKey,
+    out: GradientOutputs,
+) -> None:
+    """Gradients of every token and parameter. Takes the arguments of the Triton launch.
+
+    Args:
+        q, k, g, beta, A_log, dt_bias: As given to the operator, with the sizes and dtypes that `key` implies.
+        do: [B, T, HV, V] gradient of the output.
+        borders: From `scan_bwd`.
+        grid: The call's chunk grid, of chunks of 64.
+        options: As given to `prepare`.
+        key: Launch configuration key.
+        out: Written, as by the Triton launch.
+    """
+    (H, K), (HV, V), C = q.shape[2:], do.shape[2:], grid.chunk_size
+    config = tuned("gradients.gluon", key, q.device)
+    read_q, read_k, read_do = (
+        x if _tma_readable(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, do)
+    )
+    wanted = [(out.q, read_q), (out.k, read_k), (out.v, read_do)]
+    out_q, out_k, out_v = (
+        like.new_empty(like.shape) if to is None or not _tma_readable(to) else to for to, like in wanted
+    )
+    dA_log, ddt_bias = (
+        None if x is None else q.new_empty(grid.chunks, HV, dtype=torch.float32) for x in (out.A_log, out.dt_bias)
+    )
+    sums = q.new_empty(grid.chunks * H, 4, C, K // 2, dtype=torch.float32) if HV > H else None
+    tokens = (read_q, read_k, read_do, out_q, out_k, out_v)
+    x_q, x_k, x_do, x_dq, x_dk, x_dv, x_S, x_dS, x_e, x_X = _descriptors(tokens, borders, C, K // 2)
+    launch_kernel(
+        wyfold_gradients_gluon,
+        grid.chunks * H,
+        x_q=x_q,
+        x_k=x_k,
+        x_do=x_do,
+        x_dq=x_dq,
+        x_dk=x_dk,
+        x_dv=x_dv,
+        x_S=x_S,
+        x_dS=x_dS,
+        x_e=x_e,
+        x_X=x_X,
+        heads=Heads(h_q=read_q.stride(2), h_k=read_k.stride(2), h_do=read_do.stride(2)),
+        gate=gate_argument(g, A_log, dt_bias, options),
+        strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most),
+        outputs=Outputs(
+            dq=out_q,
+            s_dq=out_q.stride(),
+            dk=out_k,
+            s_dk=out_k.stride(),
+            dv=out_v,
+            s_dv=out_v.stride(),
+            dbeta=out.beta,
+            s_dbeta=strides(out.beta),
+            sums=sums,
+        ),
+        dgate=GateGradient(g=out.g, s_g=strides(out.g), A_log=dA_log, dt_bias=ddt_bias),
+        packing=Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),
+        factors=Factors(options.scale, options.unit, options.unit * float(options.erases)),
+        N=grid.sequences,
+        T=grid.tokens,
+        per_sequence=grid.per_sequence,
+        SIZES=Sizes(H=H, HV=HV, K=K, V=V, BT=C),
+        FLAGS=Flags(
+            PACKED=grid.cu is not None,
+            WHOLE=grid.cu is None and grid.tokens % C == 0,
+            SCALAR=g is not None,
+            ACTIVATION=options.activation,
+            CLAMPED=options.clamp != 0,
+            NORM=options.qk_l2norm,
+            LOGIT=options.beta_logit,
+        ),
+        **config.options(),
+    )
+    for to, (requested, _) in zip((out_q, out_k, out_v), wanted, strict=True):
+        if requested is not None and requested is not to:
+            requested.copy_(to)
+    if out.A_log is not None and dA_log is not None:
+        out.A_log.copy_(dA_log.sum(0).view_as(out.A_log))
+    if out.dt_bias is not None and ddt_bias is not None:
+        out.dt_bias.copy_(ddt_bias.sum(0).view_as(out.dt_bias))
+
+
+def _tma_readable(x: Tensor) -> bool:
+    """Whether TMA can read blocks of tokens of x."""
+    return token_descriptor(x, 1, 64) is not None
+
+
+def _descriptors(tokens: tuple[Tensor, ...], borders: TokenBorders, C: int, BK: int) -> list[Any]:
+    """TMA descriptors in kernel argument order: q, k, do, dq, dk, dv, then S, dS, e and X."""
+    V = tokens[2].shape[3]
+    found = [token_descriptor(x, C, n) for x, n in zip(tokens, (BK, BK, V) * 2, strict=True)]
+    found += [tile_descriptor(x, V, BK) for x in (borders.S, borders.dS)] + [
+        tile_descriptor(x, C, V) for x in borders[2:]
+    ]
+    return gluon_descriptors(found)

@@ -1,0 +1,62 @@
+"""TMA loads of the tiles of a value head."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from wyfold.tile.index.gluon import barrier, reinterpret, tma_load
+
+
+@gluon.jit
+def load_X(inputs, smem, r, BT: gl.constexpr):
+    """Issue the load of the X of a key head's value head r."""
+    row = (inputs.tile + r) * BT
+    mbarrier.expect(smem.rows_ready, inputs.X.block_type.nbytes)
+    tma_load(inputs.X, [row, 0], smem.rows_ready, smem.X)
+
+
+@gluon.jit
+def load_values(inputs, smem, r, BT: gl.constexpr):
+    """Issue the loads of the e and do of value head r."""
+    mbarrier.expect(smem.values_ready, inputs.do.block_type.nbytes + inputs.e.block_type.nbytes)
+    tma_load(inputs.e, [(inputs.tile + r) * BT, 0], smem.values_ready, smem.e)
+    tma_load(inputs.do, [inputs.token, inputs.column_do + r * inputs.next_do], smem.values_ready, smem.do)
+
+
+@gluon.jit
+def load_tokens(inputs, smem, BK: gl.constexpr):
+    """Issue the loads of q and k."""
+    mbarrier.expect(smem.tokens_ready, 2 * (inputs.q.block_type.nbytes + inputs.k.block_type.nbytes))
+    for h in gl.static_range(2):
+        tma_load(inputs.q, [inputs.token, inputs.column_q + h * BK], smem.tokens_ready, smem.q.index(h))
+        tma_load(inputs.k, [inputs.token, inputs.column_k + h * BK], smem.tokens_ready, smem.k.index(h))
+
+
+@gluon.jit
+def load_states(inputs, smem, r, h, V: gl.constexpr, BK: gl.constexpr):
+    """Issue the loads of half h of both states of value head r."""
+    mbarrier.expect(smem.states_ready, inputs.S.block_type.nbytes + inputs.dS.block_type.nbytes)
+    tma_load(inputs.S, [(inputs.tile + r) * V, h * BK], smem.states_ready, smem.S)
+    tma_load(inputs.dS, [(inputs.tile + r) * V, h * BK], smem.states_ready, smem.dS)
+
+
+@gluon.jit
+def load_again(inputs, smem, BT: gl.constexpr, BK: gl.constexpr):
+    """Issue the loads of the first halves of q and k again, into the memory of S."""
+    reloaded = reinterpret(smem.S, inputs.q.dtype, [2, BT, BK], inputs.q.layout)
+    mbarrier.expect(smem.states_ready, inputs.q.block_type.nbytes + inputs.k.block_type.nbytes)
+    tma_load(inputs.q, [inputs.token, inputs.column_q], smem.states_ready, reloaded.index(0))
+    tma_load(inputs.k, [inputs.token, inputs.column_k], smem.states_ready, reloaded.index(1))
+
+
+@gluon.jit
+def clear_rows(tile, rows, BT: gl.constexpr, BW: gl.constexpr):
+    """Zero the rows of a shared memory tile past the sequence's end, since 0 times NaN is NaN."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BW, BW // 8], [gl.num_warps(), 1], [1, 0])
+    x = tile.load(L)
+    o_t = gl.arange(0, BT, layout=gl.SliceLayout(1, L))
+    tile.store(gl.where((o_t < rows)[:, None], x, gl.zeros([BT, BW], x.dtype, L)))
+    fence_async_shared()
+    barrier()

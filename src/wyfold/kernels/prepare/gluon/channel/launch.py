@@ -1,0 +1,114 @@
+"""Launch of `prepare` in Gluon with a channel gate."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from wyfold.kernels.prepare.gluon.channel.arguments import BK, Flags, Sizes, Tokens
+from wyfold.kernels.prepare.gluon.channel.kernel import wyfold_prepare_channel_gluon
+from wyfold.kernels.prepare.triton import empty, launch_key
+from wyfold.kernels.records import Prepared
+from wyfold.runtime.chunk_layout import ChunkGrid
+from wyfold.runtime.kernel_configs import processors, tile_width, tuned
+from wyfold.runtime.kernel_launch import launch_kernel
+from wyfold.runtime.options import DeltaOptions
+from wyfold.tile.decay.triton import FLOOR, Gate, gate_kind
+from wyfold.tile.index.gluon import ELEMENTS, gluon_descriptors
+from wyfold.tile.index.triton import Packing, strides
+from wyfold.tile.index.triton.descriptors import (
+    TmaDescriptor,
+    all_or_none,
+    require_descriptors,
+    tile_descriptor,
+    token_descriptor,
+    upper_descriptor,
+)
+from wyfold.tile.index.triton.strength import Strength
+
+RESIDENT = 2
+"""Programs resident on a multiprocessor."""
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    grid: ChunkGrid,
+    options: DeltaOptions,
+    o: Tensor,
+    *,
+    folded: bool,
+    backward: bool,
+    forward: bool = True,
+    clear: bool = True,
+) -> Prepared:
+    """Compute E and F of every chunk, and W where a backward follows; takes the arguments of the Triton launch.
+
+    Channel gate, bfloat16, K = 128, chunks of 64.
+    """
+    (H, K), (HV, V), C = q.shape[2:], o.shape[2:], grid.chunk_size
+    tiles = grid.chunks * HV
+    found = empty(q, g, tiles, C, folded=folded, backward=backward, forward=forward)
+    written = found if found.W is not None else found._replace(W=found.F)
+    factors = require_descriptors("prepare", all_or_none(written[2:7], _tile_descriptors(written, C)))
+    if clear and backward and grid.cu is not None:
+        # As in the Triton launch: a registered operator must not return uninitialised memory.
+        for x in found:
+            if x is not None:
+                x.zero_()
+    config = tuned("prepare.gluon", launch_key(q.dtype, K, V, C, gate_kind(g), folded), q.device)
+    rows = all_or_none((q, k, g), [token_descriptor(q, C, K), token_descriptor(k, C, K), _gate_descriptor(g, C)])
+    full = grid.cu is None and grid.tokens % C == 0
+    tokens = gluon_descriptors(rows[:2], 2 * BK.value) + gluon_descriptors(rows[2:]) if rows else (q, k, g)
+    x_q, x_k, x_g = tokens
+    x_qd, x_kd, x_E, x_F, x_W = gluon_descriptors(factors, 2 * BK.value)
+    launch_kernel(
+        wyfold_prepare_channel_gluon,
+        min(tiles, RESIDENT * processors(q.device)) if full and rows is not None else tiles,
+        x_q=x_q,
+        x_k=x_k,
+        x_g=x_g,
+        x_qd=x_qd,
+        x_kd=x_kd,
+        x_E=x_E,
+        x_F=x_F,
+        x_W=x_W,
+        tokens=Tokens(s_q=q.stride(), s_k=k.stride(), o=o, s_o=o.stride(), rows=found.rows, total=found.total),
+        gate=Gate(
+            s_g=strides(g), A_log=A_log, dt_bias=dt_bias, lower_bound=options.lower_bound, clamp=options.clamp or FLOOR
+        ),
+        strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most, erases=float(options.erases)),
+        packing=Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),
+        N=grid.sequences,
+        tiles=tiles,
+        T=grid.tokens,
+        per_sequence=grid.per_sequence,
+        clear=int(clear),
+        with_w=int(found.W is not None),
+        SIZES=Sizes(H=H, HV=HV, K=K, V=V, BT=C, BV=tile_width(V)),
+        FLAGS=Flags(
+            PACKED=grid.cu is not None,
+            FULL=full,
+            USE_TMA=rows is not None,
+            ACTIVATION=options.activation,
+            NORM=options.qk_l2norm,
+            LOGIT=options.beta_logit,
+        ),
+        **config.options(),
+    )
+    return found
+
+
+def _tile_descriptors(found: Prepared, C: int) -> list[TmaDescriptor | None]:
+    """TMA descriptors of decayed q and k, E, F and W."""
+    widths = (BK.value, BK.value, found.total.shape[1])
+    tiles = [None if x is None else tile_descriptor(x, C, width) for x, width in zip(found[2:5], widths, strict=True)]
+    return [*tiles, *(None if x is None else upper_descriptor(x) for x in found[5:7])]
+
+
+def _gate_descriptor(x: Tensor | None, C: int) -> TmaDescriptor | None:
+    """TMA descriptor of all channels of a gate; None where its layout or dtype does not allow one."""
+    return None if x is None or x.dtype not in ELEMENTS else token_descriptor(x, C, x.shape[3])

@@ -1,0 +1,167 @@
+"""`scan` in Gluon, for Hopper: a producer warp loads tiles for the consumer warpgroups that hold the state.
+
+The products are those of `scan` in Triton, in the same order and with the same roundings:
+
+    R^T = V^T - (S^T k^T) in          Y^T = R^T beta
+    o^T = (S^T q^T) in + Y^T F^T            S^T <- total S^T + Y^T E                      folded
+    o^T = (S^T q^T) in + R^T (F beta)^T     S^T <- total S^T + ((R^T W^T) beta out) k     else
+
+Factors come from `prepare`, in `Prepared`. in and out are a token's decay since the chunk's start and until its end,
+with 1/|k| or 1/|q| where `prepare` computes norms; a channel gate's are in the tiles of q and k. total is the state's
+decay over the chunk. "beta out" and "F beta" are stored as products. Calls are folded where the gate is per channel
+(`prepare.reads_folded`). In the code, y is the left operand of both later products: Y if folded, else R.
+
+S^T [value rows, K] is a float32 accumulator in registers. Every left operand is a rounded accumulator, which is already
+in the register layout that WGMMA reads. Every right operand is a tile in shared memory, read directly or transposed.
+The critical path of a chunk's state is its products and three conversions. The output's products run in their shadow,
+and its store overlaps the last product.
+
+A program's value rows are split between two parts that share the tiles (PARTS 2), or all its warpgroups work on them
+together (PARTS 1). Mbarriers in shared memory synchronise the stages. `full` completes when TMA has written the
+stage. `free` completes when every part has read it. A part arrives there after it has issued the next chunk's first
+products, and then issues the TMA store of this chunk's output (`_release`). Until then the output is in one of OUT
+buffers per part. With OUT 0 it is in the stage's v buffer, and `out_free` completes when TMA has read it from there.
+
+A partial last chunk is a separate step after the loop. Its rows past the last token are masked, and its output is
+stored through pointers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from wyfold.kernels.records import Prepared, Slots
+from wyfold.kernels.scan.gluon.arguments import Sizes, States, Tokens
+from wyfold.kernels.scan.gluon.kernel import wyfold_scan_gluon
+from wyfold.kernels.scan.triton import scan_key, sequences_to_run, slot_arguments
+from wyfold.kernels.scan.triton.arguments import segment_tables
+from wyfold.runtime.chunk_layout import ChunkGrid, Segments
+from wyfold.runtime.kernel_configs import LaunchKey, tuned
+from wyfold.runtime.kernel_launch import launch_kernel
+from wyfold.runtime.options import DeltaOptions
+from wyfold.tile.index.gluon import gluon_descriptors
+from wyfold.tile.index.triton import Packing, strides
+from wyfold.tile.index.triton.descriptors import (
+    all_or_none,
+    require_descriptors,
+    tile_descriptor,
+    tma_readable,
+    token_descriptor,
+    upper_descriptor,
+    vector_descriptor,
+)
+
+
+def scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prepared: Prepared,
+    initial_state: Tensor | None,
+    grid: ChunkGrid,
+    options: DeltaOptions,
+    key: LaunchKey,
+    o: Tensor,
+    final_state: Tensor | None,
+    states: Tensor | None,
+    first_state: Tensor | None,
+    segments: Segments | None = None,
+    borders: Tensor | None = None,
+    from_borders: bool | None = None,
+    slots: Slots | None = None,
+) -> None:
+    """Run every sequence from its entering state, with the arguments of the Triton launch.
+
+    Calls that want intermediate states use the Triton launch (`table.selected_backend`). Tokens that TMA cannot read
+    are copied first.
+
+    Args:
+        q, k: [B, T, H, K] tokens, bfloat16, with the K of the configuration's row for `key`; all rows have K 128.
+        v: [B, T, HV, V].
+        prepared: From `prepare`.
+        initial_state: [N, HV, K, V] view of any strides and float dtype, or None (zeros).
+        grid: Chunk grid of the call, or of its segments, with chunks of 64.
+        options: Uses `scale`.
+        key: Key of the launch configuration.
+        o: [B, T, HV, V] written.
+        final_state: [N, HV, K, V] view, written, or None.
+        states, first_state: None. They are arguments because both launches are called alike; only the Triton launch
+            stores intermediate states.
+        segments: Layout of the segments, whose sequences are those of the states; None if no sequence is cut.
+        borders: [borders, HV, K, V] view, states entering the segments that do not begin a sequence.
+        from_borders: Whether to run only those segments, or only the others; None if no sequence is cut.
+        slots: Slots of a pool, which then is both `initial_state` and `final_state`; None: states are indexed by
+            sequence.
+    """
+    (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
+    concurrent = grid.sequences if segments is None else segments.expected
+    selected, shift, count = sequences_to_run(grid, segments, from_borders)
+    config = tuned("scan.gluon", scan_key(key, concurrent, v, kept=False), q.device)
+    BV, parts, out = (config.blocks[name] for name in ("BV", "PARTS", "OUT"))
+    if prepared.q is None:
+        q, k = tma_readable(q, C, K), tma_readable(k, C, K)
+    v, out_rows = tma_readable(v, C, BV // parts), tma_readable(o, C, BV // parts)
+    x_q, x_k, x_v, x_rows, x_total, x_write, x_F, x_o = require_descriptors(
+        "scan", _descriptors(q, k, v, prepared, out_rows, C, BV // parts)
+    )
+    launch_kernel(
+        wyfold_scan_gluon,
+        count * HV * (V // BV),
+        x_q=x_q,
+        x_k=x_k,
+        x_v=x_v,
+        x_rows=x_rows,
+        x_total=x_total,
+        x_write=x_write,
+        x_F=x_F,
+        x_o=x_o,
+        tokens=Tokens(h_q=q.stride(2), h_k=k.stride(2), h_v=v.stride(2), o=out_rows, s_o=out_rows.stride()),
+        states=States(S0=initial_state, s_S0=strides(initial_state), ST=final_state, s_ST=strides(final_state)),
+        segments=segment_tables(segments, borders, selected),
+        packing=Packing(cu=grid.cu, first=grid.first),
+        N=0 if segments is None else segments.sequences,
+        shift=shift,
+        T=grid.tokens,
+        per_sequence=grid.per_sequence,
+        scale=options.scale,
+        SIZES=Sizes(
+            H=H,
+            HV=HV,
+            K=K,
+            V=V,
+            BT=C,
+            BV=BV,
+            PARTS=parts,
+            OUT=out,
+            STAGES=config.stages,
+            PACKED=grid.cu is not None,
+            CHANNEL=prepared.q is not None,
+            FOLDED=prepared.E is not None,
+        ),
+        **slot_arguments(initial_state, slots),
+        **config.options(),
+    )
+    if out_rows is not o:
+        o.copy_(out_rows)
+
+
+def _descriptors(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, o: Tensor, C: int, BW: int) -> list[Any] | None:
+    """The kernel's first arguments, as descriptors where TMA accesses them; None if one cannot have a descriptor."""
+    rows, total, q_tiles, k_tiles, E, F, W, FB, _ = prepared
+    K, channel = q.shape[3], q_tiles is not None
+    write, F = (W, FB) if E is None else (E, F)  # the kernel's x_write and x_F: W and F beta, or if folded E and F
+    given = q, k, v, rows, total, write, F, o
+    found = (
+        tile_descriptor(q_tiles, C, K) if q_tiles is not None else token_descriptor(q, C, K),
+        tile_descriptor(k_tiles, C, K) if k_tiles is not None else token_descriptor(k, C, K),
+        token_descriptor(v, C, BW),
+        vector_descriptor(rows.flatten(1), 4 * C),
+        vector_descriptor(total, K) if channel else total,
+        None if write is None else tile_descriptor(write, C, K) if write is E else upper_descriptor(write),
+        None if F is None else upper_descriptor(F),
+        token_descriptor(o, C, BW),
+    )
+    descriptors = all_or_none(given, found)
+    return None if descriptors is None else gluon_descriptors(descriptors)
