@@ -12,6 +12,7 @@ from wyfold.integrations.fla import (
     gla,
     indices,
     layers,
+    linear_attention,
     low_rank,
     modules,
     naive,
@@ -45,6 +46,23 @@ _GDN2 = _of(low_rank, "chunk_gdn2", "fused_recurrent_gdn2")
 _COMBA = _of(low_rank, "chunk_comba", "fused_recurrent_comba")
 _PRODUCT = _of(rules, "chunk_gated_delta_product")
 _GLA = _of(gla, "chunk_gla", "fused_recurrent_gla")
+
+
+def _linear(name: str, *forms: str) -> dict[str, _Names]:
+    """fla's package of one kind of linear attention, and its module of each form."""
+    each = {form: _of(linear_attention, f"{form}_{name}") for form in forms}
+    package = f"fla.ops.{name}"
+    return {package: {k: v for names in each.values() for k, v in names.items()}} | {
+        f"{package}.{form}": names for form, names in each.items()
+    }
+
+
+_LINEAR = {
+    **_linear("simple_gla", "chunk", "fused_chunk", "fused_recurrent", "parallel"),
+    **_linear("linear_attn", "chunk", "fused_chunk", "fused_recurrent"),
+    **_linear("lightning_attn", "chunk", "fused_recurrent"),
+    **_linear("retention", "chunk", "fused_chunk", "fused_recurrent", "parallel"),
+}
 _TTT = _of(ttt, "chunk_ttt_linear", "fused_chunk_ttt_linear")
 _PATH = _of(attention, "parallel_path_attn")
 _SOLVE = _of(pieces, "solve_tril")
@@ -109,6 +127,7 @@ MODULES: dict[str, _Names] = {
         **_PATH,
         **_PRODUCT,
         **_GLA,
+        **{name: thing for names in _LINEAR.values() for name, thing in names.items()},
     },
     "fla.ops.comba": _COMBA,
     "fla.ops.comba.chunk": _of(low_rank, "chunk_comba"),
@@ -144,6 +163,7 @@ MODULES: dict[str, _Names] = {
     "fla.ops.gla": _GLA,
     "fla.ops.gla.chunk": _of(gla, "chunk_gla"),
     "fla.ops.gla.fused_recurrent": _of(gla, "fused_recurrent_gla"),
+    **_LINEAR,
     "fla.ops.kda": _KDA,
     "fla.ops.kda.chunk": _of(rules, "chunk_kda"),
     "fla.ops.kda.fused_recurrent": _of(rules, "fused_recurrent_kda"),
@@ -239,9 +259,6 @@ INSTEAD = {
     "l2norm_bwd": "call l2norm, which has a gradient",
     "fused_chunk_delta_rule": "call chunk_delta_rule",
     "fused_chunk_gla": "call chunk_gla",
-    "chunk_simple_gla": "call wyfold.chunk_gla with g [B, T, H]",
-    "chunk_linear_attn": "call wyfold.chunk_gla without g, and divide by the sum of keys where a model normalises",
-    "chunk_lightning_attn": "call wyfold.chunk_gla with the head's decay as g (docs/operators/gla.md)",
     "fused_recurrent_kda_fwd": "call wyfold.serving.decode, with states in a pool",
 }
 """Remedies for missing names that programs import."""
