@@ -53,14 +53,28 @@ def test_lengths_forward_and_backward(rule: str, form: str, packed: bool, result
         assert counter.frame_count <= 2, f"{mode}: {counter.frame_count} compiles for {len(LENGTHS)} lengths"
 
 
-@pytest.mark.parametrize("name", ["chunk_gdn2", "fused_recurrent_dplr_delta_rule"])
-def test_rules_with_further_tokens(name: str, results):
-    """One graph, and gradients of the tokens that only low-rank rules have."""
-    op, rule = getattr(wyfold, name), "gdn2" if "gdn2" in name else "dplr_delta_rule"
+FURTHER = {
+    "chunk_gdn2": ("gdn2", {"db", "dw"}),
+    "fused_recurrent_dplr_delta_rule": ("dplr_delta_rule", {"da", "db"}),
+    "chunk_gla": ("gla", {"dg"}),
+    "fused_recurrent_gla": ("gla", {"dg"}),
+    "chunk_gated_delta_product": ("delta_rule", {"dbeta"}),
+    "fused_mul_recurrent_rwkv7": ("mul_rwkv7", {"dkk", "da", "dw"}),
+    "chunk_comba": ("comba", {"dp", "dbeta"}),
+}
+"""Operator -> rule of its arguments, and gradients that not every rule has."""
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_further_rules(name: str, results):
+    """One graph with all gradients."""
+    op, (rule, gradients) = getattr(wyfold, name), FURTHER[name]
     compiled = torch.compile(op, backend="aot_eager", fullgraph=True)
     a = inputs.draw("random", rule, Shape(2, 33, 1, 2, 8, 16), gate="weak", state="normal")
+    if "product" in name:
+        a |= {"q": a["q"][:, :11].contiguous(), "num_householder": 3}
     got, plain = (results(f, a, output_final_state=True) for f in (compiled, op))
-    assert {"db", "dinitial_state"} <= got.keys() == plain.keys()
+    assert gradients | {"dinitial_state"} <= got.keys() == plain.keys()
     assert all(torch.equal(got[name], x) for name, x in plain.items())
 
 

@@ -196,8 +196,29 @@ def pools_of_a_sharded_decoder_are_plain_tensors(given, group):
     assert pool.conv.shape == (3, 96, 3) and pool.state.shape == (3, 2, 16, 16)
 
 
+def further_rules():
+    model = decoder("gla gdn2 gdp rwkv7 rwkv7 path_attention", tied=True)
+    return model, torch.randint(256, (2, PROMPT + STEPS))
+
+
+def further_rules_equal_plain(given, group):
+    """Blocks of RWKV-7 pass the values of the first one on, also where each block is sharded by itself."""
+    model, ids = given
+    for dtype in (torch.float32, torch.bfloat16):
+        plain, ours = copy.deepcopy(model).to(dtype), sharded(copy.deepcopy(model), dtype, apart=False)
+        assert torch.equal(decoded(ours, ids, caches=True), decoded(plain, ids, caches=True)), dtype
+    plain, ours = copy.deepcopy(model).double(), sharded(copy.deepcopy(model).double(), torch.float32, apart=True)
+    layout = SequenceLayout.from_lengths([9, 0, 1, 7])
+    for of in (plain, ours):
+        of.recompute("blocks" if of is ours else None)
+        of(ids[:1], ids[:1], layout=layout)[1].backward()
+    for name, parameter in ours.named_parameters():
+        require(judge(parameter.grad.full_tensor(), plain.get_parameter(name).grad, name=name, target=BOUND))
+
+
 CASES = {
     "sharded is plain": Case(prepared, sharded_equals_plain),
+    "further rules equal plain": Case(further_rules, further_rules_equal_plain),
     **{
         run.__name__.replace("_", " "): Case(small, run)
         for run in (

@@ -62,7 +62,8 @@ class Block(nn.Module):
 
         Returns:
             x: [B, T, hidden_size].
-            first_value: Only from a mixer with a value residual; for the next such block.
+            first_value: Only from the first mixer with a value residual; for all later such blocks. They do not return
+                it, because a sharding wrapper makes a view of what a block passes through, and warns of it.
         """
         if (
             self.recomputed is None
@@ -89,12 +90,14 @@ class Block(nn.Module):
         first_value: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         where: dict[str, Any] = {"layout": layout, "cache": cache, "cp_context": cp_context}
-        if not self.has_value_residual:
-            x = x + self.mixer(self.mixer_norm(x), **where)
-            return x + self.mlp(self.mlp_norm(x))
-        y, first_value = self.mixer(self.mixer_norm(x), **where, first_value=first_value, return_value=True)
+        first = self.has_value_residual and first_value is None
+        if self.has_value_residual:
+            where |= {"first_value": first_value, "return_value": first}
+        mixed: Any = self.mixer(self.mixer_norm(x), **where)
+        y, value = mixed if first else (mixed, None)
         x = x + y
-        return x + self.mlp(self.mlp_norm(x)), first_value
+        x = x + self.mlp(self.mlp_norm(x))
+        return x if value is None else (x, value)
 
 
 def _kept(context: Any, operator: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:

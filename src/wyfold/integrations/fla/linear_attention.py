@@ -331,7 +331,7 @@ def _linear_attention(
     if not normalize:
         return o, state
     if keys is not None:
-        check.shapes(op, **{"initial_state[1]": (keys, "N 1 H K")})
+        check.shapes(op, optional=(), known=None, **{"initial_state[1]": (keys, "N 1 H K")})
         keys = keys.squeeze(1)[..., None]
     # The divisor is the output for values of one, and its state the sum of the keys.
     divisor, keys = rule(q, k, torch.ones_like(v[..., :1]), initial_state=keys, output_final_state=True, **options)
