@@ -1010,6 +1010,12 @@ OPERATORS: dict[str, Callable[[Draw, str], Call]] = {
 }
 
 
-def draw_call(operator: str, seed: int, backend: str | None = None, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Call:
+def draw_call(
+    operator: str,
+    seed: int,
+    backend: str | None = None,
+    dtypes: tuple[torch.dtype, ...] = FLOATS,
+    table: dict[str, Callable[[Draw, str], Call]] = OPERATORS,
+) -> Call:
     """The random call of a seed."""
-    return OPERATORS[operator](Draw(zlib.crc32(operator.encode()) + seed, backend, dtypes), operator)
+    return table[operator](Draw(zlib.crc32(operator.encode()) + seed, backend, dtypes), operator)

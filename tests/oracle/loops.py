@@ -1,8 +1,10 @@
 """Every public operator as a plain loop over tokens, written only from the papers and the public docstrings.
 
 Sources: DeltaNet (arXiv:2406.06484), Gated DeltaNet (arXiv:2412.06464), Kimi Linear (arXiv:2510.26692), TTT
-(arXiv:2407.04620). The loops were neither derived from the package's reference or implementations nor compared with
-them while they were written, so they do not share an error with them.
+(arXiv:2407.04620), GLA (arXiv:2312.06635), DeltaProduct (arXiv:2502.10297), RWKV-7 (arXiv:2503.14456), PaTH attention
+(arXiv:2505.16381). The loops were neither derived from the package's reference or implementations nor compared with
+them while they were written, so they do not share an error with them. `linear` and `path` came later, when the
+reference was known: `path` carries queries back, where the reference carries keys forward.
 
 All tensors are float64. Gradients come from autograd through the loops. `at(x)` marks a rounding slot: an intermediate
 result that any floating-point implementation has to round. The loops pass every product of a sum through one. By
@@ -10,7 +12,8 @@ default a slot returns its argument; `rounding.py` perturbs it to measure how ro
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -268,6 +271,11 @@ class Written:
         self.keys: Tensor | None = None  # [B, HV, tokens, K]
         self.values: Tensor | None = None  # [B, HV, tokens, V]
 
+    def copy(self) -> "Written":
+        other = Written(self.entering)
+        other.keys, other.values = self.keys, self.values
+        return other
+
     def decay(self, factor: Tensor) -> None:
         factor = factor.detach()
         self.entering = factor * self.entering
@@ -369,6 +377,160 @@ def delta(
     if state_v_first:
         final, kept = final.mT, None if kept is None else kept.mT
     return out, final, kept
+
+
+# Rules that erase along another vector than they write, several times a token, or not at all
+
+
+class Update(NamedTuple):
+    """What a token does to the state: S <- S + b (S^T a)^T + k v^T. Nothing is erased without a.
+
+    Attributes:
+        a, b, k: [B, T, HV, K]; a and b may be None.
+        v: [B, T, HV, V].
+    """
+
+    a: Tensor | None
+    b: Tensor | None
+    k: Tensor
+    v: Tensor
+
+
+def linear(
+    q: Tensor,
+    updates: Sequence[Update],
+    g: Tensor | None,
+    *,
+    before: bool = False,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    at: Slot = exact,
+    seen: dict[str, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """o_t = scale S_t^T q_t and the final states, where a token decays the state and then applies its updates in turn.
+
+    Args:
+        q: [B, T, HV, K].
+        updates: Of every token, in order.
+        g: [B, T, HV] or [B, T, HV, K] log decays, or None.
+        before: Whether a reads the state before the token's decay; then there is one update.
+        seen: Collects what enters the recurrence.
+    """
+    B, T, HV, K = q.shape
+    V = updates[0].v.shape[-1]
+    scale = K**-0.5 if scale is None else scale
+    if seen is not None:
+        seen |= {"q": q} | ({} if g is None else {"g": g})
+        for i, update in enumerate(updates):
+            seen |= {f"{name}{i}": x for name, x in zip("abk", update) if x is not None}
+        for x in seen.values():
+            if x.requires_grad:
+                x.retain_grad()
+    gate = None if g is None else getattr(at, "log_gates", lambda x: x)(g)
+    gate = gate if gate is None or gate.ndim == 4 else gate[..., None]
+    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    S0 = q.new_zeros(N, HV, K, V) if initial_state is None else at(initial_state)
+    if initial_state is not None and state_v_first:
+        S0 = S0.mT
+    outputs, finals = [], []
+    for n, span in enumerate(documents(T, cu_seqlens)):
+        S = S0 if cu_seqlens is None else S0[n : n + 1]
+        here = [Update(*(None if x is None else x[:, span] for x in update)) for update in updates]
+        outputs += linear_tokens(
+            q[:, span], here, None if gate is None else gate[:, span], S, before, scale, finals, at
+        )
+    outputs += [q.new_zeros(B, HV, V)] * (T - len(outputs))
+    out = torch.stack(outputs, 1) if outputs else q.new_zeros(B, 0, HV, V)
+    final = torch.cat(finals)
+    return out, final.mT if state_v_first else final
+
+
+def linear_tokens(
+    q: Tensor,
+    updates: Sequence[Update],
+    g: Tensor | None,
+    S: Tensor,
+    before: bool,
+    scale: float,
+    finals: list[Tensor],
+    at: Slot,
+    chunk: int = 64,
+) -> list[Tensor]:
+    """The recurrence of `linear` over the tokens of one range, whose final state is added to `finals`."""
+    outputs = []
+    written = Written(S) if at.probing else None  # type: ignore[attr-defined]
+    for t in range(q.shape[1]):
+        if written is not None and t % chunk == 0:
+            written = Written(S)
+        entering, early = S, written
+        if written is not None and before:
+            early = written.copy()
+        if g is not None:
+            decay = at(torch.exp(g[:, t]))[..., None]
+            S = at(decay * S)
+            if written is not None:
+                written.decay(decay)
+        for a, b, k, v in updates:
+            if a is not None and b is not None:
+                row, column = a[:, t, ..., None], b[:, t, ..., None]
+                read = at((entering if before else S) * row).sum(-2)
+                read = at(read) if early is None else at(at(read), early.mass(row))
+                S = at(S + at(column * read[..., None, :]))
+                if written is not None:
+                    written.add(column, read)
+            S = at(S + at(k[:, t, ..., None] * v[:, t, :, None]))
+            if written is not None:
+                written.add(k[:, t, ..., None], v[:, t])
+            early = written
+        query = q[:, t, ..., None]
+        out = at(scale * at(S * query).sum(-2))
+        outputs.append(out if written is None else at(out, abs(scale) * written.mass(query)))
+    finals.append(S)
+    return outputs
+
+
+# PaTH attention
+
+
+def path(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    beta: Tensor,
+    g: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    gate_scaled: bool = True,
+    cu_seqlens: Tensor | None = None,
+    at: Slot = exact,
+) -> Tensor:
+    """softmax_j(scale q_i^T H_i .. H_{j+1} k_j + s (g_{j+1} + .. + g_i)) over the values, H_t = I - beta_t w_t w_t^T.
+
+    Each query is carried back through the reflections. q has the heads of g, the others may have fewer.
+    """
+    B, T, HQ, K = q.shape
+    scale = K**-0.5 if scale is None else scale
+    k, v, w = (x.repeat_interleave(HQ // k.shape[2], 2) for x in (k, v, w))
+    beta = beta.repeat_interleave(HQ // beta.shape[2], 2)
+    o = []
+    for span in documents(T, cu_seqlens):
+        for i in range(span.start, span.stop):
+            x, decay, logits = q[:, i], q.new_zeros(B, HQ), []
+            for j in range(i, span.start - 1, -1):
+                product = at(scale * at(at(x * k[:, j]).sum(-1)))
+                logits.append(at(product + at((scale if gate_scaled else 1.0) * decay)))
+                along = at(beta[:, j] * at(at(x * w[:, j]).sum(-1)))
+                x = at(x - at(along[..., None] * w[:, j]))
+                decay = decay if g is None else at(decay + g[:, j])
+            raised = torch.stack(logits, 1)
+            raised = at(torch.exp(raised - raised.detach().amax(1, keepdim=True)))
+            weights = at(raised / at(raised.sum(1, keepdim=True)))
+            o.append(at(at(weights[..., None] * v[:, span.start : i + 1].flip(1)).sum(1)))
+    o += [v.new_zeros(B, HQ, v.shape[-1])] * (T - len(o))
+    return torch.stack(o, 1) if o else v.new_zeros(B, 0, HQ, v.shape[-1])
 
 
 # TTT-Linear

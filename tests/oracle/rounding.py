@@ -98,14 +98,16 @@ def window_sum(x: Tensor, chunk: int = 64) -> Tensor:
 
 
 def gate_mass(seen: dict[str, Tensor]) -> Tensor | None:
-    """Mass of the gradient of log gates where it is the reversed sum of q dq - k dk over a chunk's tokens."""
+    """Mass of the gradient of log gates where it is the reversed sum of q dq - k dk over a chunk's tokens.
+
+    Further rows and columns of other rules, named a0, b0, .., are summed in the same way.
+    """
     g = seen.get("g")
     if g is None or g.grad is None:
         return None
     squares = torch.zeros((), dtype=g.dtype)
-    for name in ("q", "k"):
-        x = seen[name]
-        if x.grad is not None:
+    for name, x in seen.items():
+        if name not in ("g", "beta") and x.grad is not None:
             terms = (x.detach() * x.grad) ** 2
             terms = terms if g.ndim == 4 else terms.sum(-1)
             squares = squares + terms.repeat_interleave(g.shape[2] // x.shape[2], 2)

@@ -4,15 +4,26 @@ A difference must stay below the bound that docs/numerics.md derives ("The bound
 draws N calls of each operator.
 """
 
+import functools
 import itertools
 
 import pytest
 import torch
-from tests.oracle import loops
-from tests.oracle.calls import OPERATORS, Call, compare, draw_call
+from tests.oracle import calls, further, loops
+from tests.oracle.calls import Call, compare
 
+OPERATORS = calls.OPERATORS | further.OPERATORS
+draw_call = functools.partial(calls.draw_call, table=OPERATORS)
 DRAWS = 4
 WITHOUT_KERNELS = ("fused_recurrent_ttt_linear",)
+INTERPRETED = ("fused_recurrent_gla", "chunk_dplr_delta_rule", "chunk_comba", "fused_recurrent_gdn2")
+"""Of the further rules, those that run interpreted, one for each kind of kernels; on a GPU all of them run."""
+WITH_KERNELS = [
+    name
+    for name in OPERATORS
+    if name not in (WITHOUT_KERNELS if torch.cuda.is_available() else {*WITHOUT_KERNELS, *further.OPERATORS})
+    or name in INTERPRETED
+]
 INTERPRETED_NUMBERS = 4000  # elements per tensor: interpreted kernels are slow
 
 
@@ -26,7 +37,7 @@ def test_random_calls_are_within_the_derived_bound(operator: str, request: pytes
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warnings about values that interpreted kernels mask later
-@pytest.mark.parametrize("operator", [name for name in OPERATORS if name not in WITHOUT_KERNELS])
+@pytest.mark.parametrize("operator", WITH_KERNELS)
 def test_random_calls_on_kernels_are_within_the_derived_bound(
     operator: str, device: torch.device, request: pytest.FixtureRequest
 ):
@@ -47,7 +58,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("operator", ["chunk_delta_rule", "chunk_kda", "chunk_ttt_linear"])
+@pytest.mark.parametrize("operator", ["chunk_delta_rule", "chunk_kda", "chunk_ttt_linear", "chunk_rwkv7", "chunk_gla"])
 def test_a_planted_fault_is_beyond_the_bound(operator: str):
     call = first_wide_call(operator)
     assert all(x.error <= x.bound for x in compare(call))
@@ -64,7 +75,8 @@ def first_wide_call(operator: str) -> Call:
     """A float64 call of several tokens whose result depends on all of its rows."""
     for seed in range(1000):
         call = draw_call(operator, seed, dtypes=(torch.float64, torch.float32))
-        q = call.views.get("q", lambda x: x)(call.leaves["q"])
+        name = "r" if "r" in call.leaves else "q"
+        q = call.views.get(name, lambda x: x)(call.leaves[name])
         if q.dtype == torch.float64 and q.shape[1] >= 16 and call.padding in (None, q.shape[1]):
             return call
     raise AssertionError

@@ -60,7 +60,7 @@ def test_recomputing_is_compiled(what, packed, runs):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("pattern", ["ttt_linear", "gla gdn2 gdp", "rwkv7 rwkv7", "path_attention", "attention"])
+@pytest.mark.parametrize("pattern", ["ttt_linear", "gla gdp", "rwkv7 rwkv7", "path_attention", "attention"])
 def test_recomputing_is_compiled_for_every_mixer(pattern):
     plain = decoder(pattern)
     ours = copy.deepcopy(plain)
