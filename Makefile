@@ -77,6 +77,7 @@ compile: $(VENV)/.wyfold
 	$(PIP) install --quiet --quiet --no-deps --target .cache/triton-$(TRITON) triton==$(TRITON)
 	PYTHONPATH=$(if $(TRITON),.cache/triton-$(TRITON)) OMP_NUM_THREADS=1 $(BIN)/python -m tests.compile.aot $(ARGS)
 	PYTHONPATH=$(if $(TRITON),.cache/triton-$(TRITON)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m release
+	PYTHONPATH=$(if $(TRITON),.cache/triton-$(TRITON)) OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m release
 
 # --- what `make check` is made of ------------------------------------------------------------------------------------
 

@@ -159,12 +159,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("backend", [name for name in offered if not asked or name in asked])
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """In an interpreting process, deselect tests that run no kernel. Long tests come first."""
     hidden = {item.path for item in items if "device" in item.fixturenames and not runs_kernels(item.path)}
     if hidden:
         raise pytest.UsageError(f"an interpreting process would not collect {', '.join(map(str, hidden))}")
     if interpreting():
+        for item in items:
+            if item.get_closest_marker("release_if_interpreted"):
+                item.add_marker("release")
         others = [item for item in items if "device" not in item.fixturenames]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if "device" in item.fixturenames]

@@ -39,9 +39,9 @@ HELD = ("sm_90", torch.bfloat16, False)
 """The case whose states are copied to shared memory, one head at a time."""
 
 IN_REGISTERS = [
-    ("sm_80", torch.float32, False),
+    pytest.param("sm_80", torch.float32, False, marks=pytest.mark.release),
     ("sm_80", torch.bfloat16, True),
-    ("sm_90", torch.float32, False),
+    pytest.param("sm_90", torch.float32, False, marks=pytest.mark.release),
     ("sm_90", torch.float32, True),
     ("sm_90", torch.bfloat16, True),
 ]

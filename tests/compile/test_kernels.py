@@ -37,6 +37,7 @@ def test_a_call_compiles_and_fits(architecture: str, call: aot.Call | aot.Servin
     assert not aot.violations(call, architecture, found)
 
 
+@pytest.mark.release
 @pytest.mark.skipif(not aot.passes_are_known(), reason="nothing is cached across architectures under this Triton")
 def test_modules_cached_from_another_architecture(tmp_path: Path, monkeypatch):
     """A kernel compiled from a cached module of another architecture equals one compiled from the source."""

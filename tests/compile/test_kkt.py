@@ -26,7 +26,9 @@ def tiles(call: aot.Call, architecture: str) -> str:
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("C", [16, 32, 64])
+@pytest.mark.parametrize(
+    "C", [pytest.param(16, marks=pytest.mark.release), pytest.param(32, marks=pytest.mark.release), 64]
+)
 def test_a_scalar_gate_exchanges_no_tile(C: int, architecture: str):
     code = tiles(aot.Call("chunk_scaled_dot_kkt", options=(("chunk_size", C),), scalar=True), architecture)
     assert re.search(rf"math\.exp2 .*tensor<{C}x{C}xf32, #mma>", code)
@@ -38,7 +40,7 @@ def test_a_scalar_gate_exchanges_no_tile(C: int, architecture: str):
 
 
 @pytest.mark.skipif(not aot.passes_are_known(), reason="a Triton that stores this operand to shared memory (TRITON-10)")
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("architecture", [pytest.param("sm_80", marks=pytest.mark.release), "sm_90"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_channel_gate_s_operand_is_computed_in_its_layout(dtype: str, architecture: str):
     code = tiles(aot.Call("chunk_scaled_dot_kkt", dtype, options=(("chunk_size", 64),)), architecture)

@@ -133,13 +133,15 @@ def test_rows_of_eight_numbers_packed():
     assert packed == factors("chunk_delta_rule", rows)
 
 
+@pytest.mark.release
 def test_strided_channel_gates():
     rows = {name: torch.zeros(2, 17, 2, 24) for name in ("q", "k", "v", "g")} | {"beta": torch.ones(2, 17, 2)}
     apart = {name: x.transpose(0, -1).contiguous().transpose(0, -1) for name, x in rows.items()}
     assert factors("chunk_kda", apart) == factors("chunk_kda", rows)
 
 
-@pytest.mark.parametrize("C, K", [pytest.param(16, 24, marks=pytest.mark.release), (64, 128)])
+@pytest.mark.release
+@pytest.mark.parametrize("C, K", [(16, 24), (64, 128)])
 def test_key_grams_with_a_channel_gate(C: int, K: int):
     def gram(k: torch.Tensor, g: torch.Tensor, **options: object) -> tuple[collections.Counter[str], ...]:
         found = []

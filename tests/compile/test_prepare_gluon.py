@@ -105,7 +105,9 @@ def copy_issued_late(sass: str) -> bool:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("gate", [False, True], ids=["no gate", "scalar gate"])
+@pytest.mark.parametrize(
+    "gate", [pytest.param(False, id="no gate", marks=pytest.mark.release), pytest.param(True, id="scalar gate")]
+)
 def test_five_programs_fit_with_a_scalar_gate(gate: bool):
     """Every copy is issued before any load through a pointer (docs/facts/hopper.md, SASS-6)."""
     made = []

@@ -27,9 +27,13 @@ def test_a_blocking_load_is_found(register: str, waits: bool):
     assert bool(blocking_loads(UNIFORM.format(register))) is waits
 
 
-@pytest.mark.parametrize("heads, segments", [(2, 1), (96, 1), (2, 4)])
-def test_no_warp_waits_for_a_decay(heads: int, segments: int):
-    call = aot.Call("chunk_gated_delta_rule", options=(("chunk_size", 64),), heads=heads, segments=segments)
+# The last one is a call of `test_kernels`.
+@pytest.mark.parametrize(
+    "heads, segments, wrt",
+    [(2, 1, ()), pytest.param(96, 1, (), marks=pytest.mark.release), (32, 4, ("initial_state",))],
+)
+def test_no_warp_waits_for_a_decay(heads: int, segments: int, wrt: tuple[str, ...]):
+    call = aot.Call("chunk_gated_delta_rule", options=aot.GPU_CHUNKS, heads=heads, wrt=wrt, segments=segments)
     names = ("scan",) if segments == 1 else ("scan", "segment_summary", "segment_summary_bwd")
     found = {}
 

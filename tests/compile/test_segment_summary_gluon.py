@@ -13,7 +13,12 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 
 @pytest.mark.parametrize(
-    "operator, horizon", [("chunk_gated_delta_rule", False), ("chunk_gated_delta_rule", True), ("chunk_kda", False)]
+    "operator, horizon",
+    [
+        ("chunk_gated_delta_rule", False),
+        ("chunk_gated_delta_rule", True),
+        pytest.param("chunk_kda", False, marks=pytest.mark.release),
+    ],
 )
 def test_no_wait_is_added(operator: str, horizon: bool, monkeypatch):
     """ptxas may add a wait if an accumulator is written during another product (docs/facts/compilers.md, PTXAS-4)."""

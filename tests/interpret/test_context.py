@@ -166,7 +166,7 @@ def waits_after_a_failure(given: None, group: dist.ProcessGroup) -> None:
     assert waiting() == before
 
 
-def registered(given: None, group: dist.ProcessGroup) -> None:
+def registered(keep: bool, group: dist.ProcessGroup) -> None:
     """PyTorch's checks of registered operators: sizes come from metadata alone; no input is changed or aliased."""
     warnings.simplefilter("ignore")  # PyTorch's warnings
     asked: dict[str, tuple[Any, tuple[Any, ...]]] = {}
@@ -177,16 +177,15 @@ def registered(given: None, group: dist.ProcessGroup) -> None:
 
     call, delta_by_segments.call_operator = delta_by_segments.call_operator, call_operator
     try:
-        for keep in (False, True):
-            context = build_cp_context(torch.tensor([0, 20, 90]), group, total_tokens=93)
-            q = torch.randn(1, context.tokens, 1, 16, requires_grad=True)
-            flags = {"disable_recompute": keep, "output_final_state": True, "chunk_size": C, "backend": "triton"}
-            o, final = wyfold.chunk_gated_delta_rule(q, q, q, -q[..., 0].abs(), cp_context=context, **flags)
-            (o.sum() + final.sum()).backward()
-            assert len(asked) == 2
-            for operator, arguments in asked.values():
-                plain = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
-                torch.library.opcheck(operator, tuple(plain))
+        context = build_cp_context(torch.tensor([0, 20, 90]), group, total_tokens=93)
+        q = torch.randn(1, context.tokens, 1, 16, requires_grad=True)
+        flags = {"disable_recompute": keep, "output_final_state": True, "chunk_size": C, "backend": "triton"}
+        o, final = wyfold.chunk_gated_delta_rule(q, q, q, -q[..., 0].abs(), cp_context=context, **flags)
+        (o.sum() + final.sum()).backward()
+        assert len(asked) == 2
+        for operator, arguments in asked.values():
+            plain = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
+            torch.library.opcheck(operator, tuple(plain))
     finally:
         delta_by_segments.call_operator = call
 
@@ -204,13 +203,16 @@ def explained(given: None, group: dist.ProcessGroup) -> None:
         assert between <= {launch.stage for launch in plan.rows} or not summed
 
 
+VARIANTS = "packed, no gate", "one sequence", "one sequence, zigzag", "factors are kept"
+"""Comparisons whose layout, rule and options others have too."""
+
 # At least three ranks, so that one has neighbours on both sides.
-CASES = {name: Case(x.prepare, x.run, least=3) for name, x in COMPARISONS.items()}
+EVERY_COMPARISON = {name: Case(x.prepare, x.run, least=3) for name, x in COMPARISONS.items()}
+CASES = {name: case for name, case in EVERY_COMPARISON.items() if name not in VARIANTS}
 CASES |= {
     run.__name__: Case(lambda: None, run, most=2)
     for run in (
         compiled_or_checkpointed,
-        registered,
         explained,
         second_backward,
         changed_boundaries,
@@ -218,9 +220,17 @@ CASES |= {
         zero_batch_rows,
     )
 }
+CASES["registered"] = Case(lambda: True, registered, most=2)
+EVERY_COMPARISON["registered"] = Case(lambda: False, registered, most=2)
 
 
 @pytest.mark.long
 def test_ranks_compute_what_one_process_does(interpreter, tmp_path: Path):
     found = failures_on_ranks([2, 3], tmp_path, "tests.interpret.test_context", "CASES")
+    assert not found, found
+
+
+@pytest.mark.release
+def test_every_comparison_of_ranks(interpreter, tmp_path: Path):
+    found = failures_on_ranks([2, 3], tmp_path, "tests.interpret.test_context", "EVERY_COMPARISON")
     assert not found, found

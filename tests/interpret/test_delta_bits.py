@@ -26,7 +26,8 @@ PARAMETERS = ("dA_log", "ddt_bias")
 Call = dict[str, Any]
 
 
-@pytest.fixture(params=RULES)
+# No gate is a scalar gate left out.
+@pytest.fixture(params=[pytest.param("delta_rule", marks=pytest.mark.release_if_interpreted), *RULES[1:]])
 def rule(request: pytest.FixtureRequest) -> str:
     return request.param
 

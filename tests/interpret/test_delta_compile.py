@@ -42,7 +42,11 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple]:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "rule, packed, keep",
-    [("delta_rule", False, False), ("gated_delta_rule", True, True), ("kda", True, False)],
+    [
+        pytest.param("delta_rule", False, False, marks=pytest.mark.release_if_interpreted),
+        ("gated_delta_rule", True, True),
+        pytest.param("kda", True, False, marks=pytest.mark.release_if_interpreted),
+    ],
 )
 def test_both_directions(rule: str, packed: bool, keep: bool, device, recorded, results):
     """Schema, fake implementations and tracing agree with the real run."""
@@ -55,14 +59,14 @@ def test_both_directions(rule: str, packed: bool, keep: bool, device, recorded, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rule, packed", [("kda", True)])
+@pytest.mark.parametrize("rule, packed", [("gated_delta_rule", True)])
 def test_lengths_through_the_compiler(rule: str, packed: bool, device, results):
     """One graph serves every length, with the bits of the plain call."""
     op = getattr(wyfold, f"chunk_{rule}")
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(op, backend=counter, fullgraph=True)
-    for T in (17, 18, 20):
+    for T in (17, 20):
         a = call(rule, T, packed, device) | {"disable_recompute": packed}
         got, plain = results(compiled, a), results(op, a)
         for name, x in plain.items():

@@ -116,7 +116,9 @@ def test_continuation(gate: str, device):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.release_if_interpreted)], ids=str
+)
 def test_16_bits(dtype: torch.dtype, packed: bool, device):
     """The self-check's comparison: the error is that of half an ulp on the inputs."""
     a = {name: x.requires_grad_(packed) for name, x in drawn(16, device, gate="slow", dtype=dtype).items()}
@@ -183,8 +185,15 @@ def few_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backward, "LANES", 1)
 
 
-@pytest.mark.parametrize("gate", ["none", "some -inf"])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("packed", "gate"),
+    [
+        pytest.param(False, "none", marks=pytest.mark.release_if_interpreted),
+        (False, "some -inf"),
+        (True, "none"),
+        pytest.param(True, "some -inf", marks=pytest.mark.release_if_interpreted),
+    ],
+)
 def test_gradients_are_those_of_the_token_loop(gate: str, packed: bool, device, monkeypatch):
     few_lanes(monkeypatch)
     a = drawn(330, device, gate=gate, seed=1)
@@ -195,7 +204,14 @@ def test_gradients_are_those_of_the_token_loop(gate: str, packed: bool, device, 
         error.require(error.judge(found[key], truth[key], eager[key], name=f"d{key}", target=limit))
 
 
-@pytest.mark.parametrize("seed", [0, 2, 3])
+@pytest.mark.parametrize(
+    "seed",
+    [
+        0,
+        pytest.param(2, marks=pytest.mark.release_if_interpreted),
+        pytest.param(3, marks=pytest.mark.release_if_interpreted),
+    ],
+)
 def test_gradients_of_queries_with_one_heavy_key(seed: int, device, monkeypatch):
     """Of a query with nearly all weight on one earlier key, gradients are small differences: <do, o> must agree with
     the gradients of the weights to their last bits."""

@@ -64,7 +64,10 @@ def test_cut_calls(rule: str, lengths, dtype: torch.dtype, count: int, device, g
         require(*verdicts(rule, a, "both", "random", device, guarded, results))
 
 
-@pytest.mark.parametrize("rule, lengths", [("gated_delta_rule", (5, 0, 98, 48)), ("kda", (3, 65))])
+@pytest.mark.parametrize(
+    "rule, lengths",
+    [pytest.param("gated_delta_rule", (5, 0, 98, 48), marks=pytest.mark.release_if_interpreted), ("kda", (3, 65))],
+)
 def test_neighbours_change_no_bit(rule: str, lengths: tuple[int, ...], device, results):
     """Cut sequences have the bits of a call alone, others those of a call without segments; padding rows are zero."""
     op = getattr(wyfold, f"chunk_{rule}")
@@ -93,7 +96,7 @@ def test_neighbours_change_no_bit(rule: str, lengths: tuple[int, ...], device, r
         assert not found[name][:, T:].any(), name
 
 
-@pytest.mark.parametrize("rule", RULES[1:])
+@pytest.mark.parametrize("rule", [pytest.param("gated_delta_rule", marks=pytest.mark.release_if_interpreted), "kda"])
 @pytest.mark.parametrize("lost", ["", "initial_state", "dST"])
 def test_maps_of_fast_decays_are_zeros(rule: str, lost: str, device, results, monkeypatch):
     """Zero maps are not folded, nothing is rounded twice, and non-finite values reach as far as without segments."""
@@ -196,7 +199,7 @@ def test_summaries_begin_at_the_exact_horizon(value: float, case: str, on: str, 
             assert (x != 0) == (case == "inside"), name
 
 
-@pytest.mark.parametrize("rule", RULES[::2])
+@pytest.mark.parametrize("rule", [pytest.param("delta_rule", marks=pytest.mark.release_if_interpreted), "kda"])
 def test_strided_is_contiguous_and_kept_is_recomputed(rule: str, device, results):
     """Rows that no TMA box can address, and V-first states."""
     a = call(rule, Shape(2, 66, 1, 1, 16, 16), device)
@@ -211,6 +214,7 @@ def test_strided_is_contiguous_and_kept_is_recomputed(rule: str, device, results
                 assert torch.equal(again[name], x), (name, options)
 
 
+@pytest.mark.release_if_interpreted
 def test_both_directions_by_opcheck(device, recorded, results):
     """The sizes of saved tensors come from metadata alone."""
     a = packed("gated_delta_rule", (66, 3), device, spare=2)

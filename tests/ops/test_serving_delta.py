@@ -23,7 +23,8 @@ TOKENS = ("q", "k", "v", "g", "beta")
 Call = dict[str, Any]
 
 
-@pytest.fixture(params=RULES)
+# No gate is a scalar gate left out.
+@pytest.fixture(params=[pytest.param("delta_rule", marks=pytest.mark.release_if_interpreted), *RULES[1:]])
 def rule(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -359,7 +360,10 @@ POOLS: dict[str, tuple[torch.dtype, bool, bool]] = {
 }
 
 
-@pytest.mark.parametrize("v_first", [False, True], ids=["K first", "V first"])
+@pytest.mark.parametrize(
+    "v_first",
+    [pytest.param(False, id="K first", marks=pytest.mark.release_if_interpreted), pytest.param(True, id="V first")],
+)
 def test_prefill_in_segments_is_the_chunk_call_in_segments(rule: str, v_first: bool, backend: str, device):
     """Cut, single-token, empty and skipped sequences; new ones, and output slots."""
     C = best_chunk_size(torch.empty(1, 1, 1, 16, device=device), torch.empty(1, 1, 2, 24), channel_gate=rule == "kda")
@@ -400,7 +404,12 @@ KINDS = (
 
 
 @pytest.mark.parametrize(
-    "kind, packed, rule", [(*kind, rule) for i, kind in enumerate(KINDS) for rule in RULES[i % 2 :: 2]]
+    "kind, packed, rule",
+    [
+        pytest.param(*kind, rule, marks=[pytest.mark.release_if_interpreted] if rule == "delta_rule" else [])
+        for i, kind in enumerate(KINDS)
+        for rule in RULES[i % 2 :: 2]
+    ],
 )
 def test_prefill_finds_each_state_in_its_slot(kind: str, packed: bool, rule: str, backend: str, device):
     """Slots in any order, in place and separate; with rows without a slot, without tokens, without a state, and with a

@@ -217,8 +217,8 @@ def further_rules_equal_plain(given, group):
 
 
 CASES = {
-    "sharded is plain": Case(prepared, sharded_equals_plain),
-    "further rules equal plain": Case(further_rules, further_rules_equal_plain),
+    "sharded is plain": Case(prepared, sharded_equals_plain, least=2),
+    "further rules equal plain": Case(further_rules, further_rules_equal_plain, least=2),
     **{
         run.__name__.replace("_", " "): Case(small, run)
         for run in (
@@ -236,5 +236,5 @@ CASES = {
 
 @pytest.mark.long
 def test_a_sharded_decoder_equals_a_plain_one(tmp_path):
-    """On one and two processes: logits, tokens and gradients; unsupported uses are refused."""
+    """On two processes, and for most of it on one: logits, tokens and gradients; unsupported uses are refused."""
     assert not failures_on_ranks([1, 2], tmp_path, __name__, "CASES")
