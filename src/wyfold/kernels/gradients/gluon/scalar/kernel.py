@@ -134,6 +134,7 @@ def wyfold_gradients_gluon(
     load_tokens(inputs, smem, BK)
     load_states(inputs, smem, 0, 0, V, BK)
 
+    r_q, r_k = gl.full([BT], 1.0, gl.float32, ROW), gl.full([BT], 1.0, gl.float32, ROW)
     for r in tl.range(GR, disable_licm=True):
         value = Coords(b, t, coords.token, i_h * GR + r, rows)
         # Per-token numbers, needed in both the row and the column layout.
@@ -180,15 +181,16 @@ def wyfold_gradients_gluon(
         fence_async_shared()
         barrier()
         store_token_tile(x_dv, outputs.dv, outputs.s_dv, value, 0, s_X, WHOLE, BT, V)
-        mbarrier.wait(smem.tokens_ready, 0)
-        if not WHOLE:
-            if rows < BT:
-                for h in gl.static_range(2):
-                    clear_rows(s_q.index(h), rows, BT, BK)
-                    clear_rows(s_k.index(h), rows, BT, BK)
-        r_q, r_k = gl.full([BT], 1.0, gl.float32, ROW), gl.full([BT], 1.0, gl.float32, ROW)
+        if r == 0:
+            mbarrier.wait(smem.tokens_ready, 0)
+            if not WHOLE:
+                if rows < BT:
+                    for h in gl.static_range(2):
+                        clear_rows(s_q.index(h), rows, BT, BK)
+                        clear_rows(s_k.index(h), rows, BT, BK)
+            if NORM:
+                r_q, r_k = reciprocal_norms(s_q, LC, BT), reciprocal_norms(s_k, LC, BT)
         if NORM:
-            r_q, r_k = reciprocal_norms(s_q, LC, BT), reciprocal_norms(s_k, LC, BT)
             numbers.slice(0, BT).store(r_k)
             barrier()
             weight *= numbers.slice(0, BT).load(COL)[None, :]
