@@ -253,12 +253,13 @@ def test_the_self_check_of_the_kernels_passes(name: str, device):
     assert found and all(record["passed"] for record in found.values()), found
 
 
-def test_every_gpu_checks_the_kernels_at_first_use(device, monkeypatch):
-    """Also where the support table has a verified entry, which is of other kernels."""
+def test_every_gpu_checks_chunks_that_never_ran(device, monkeypatch):
+    """Also where the support table has a verified entry."""
     asked = []
     monkeypatch.setattr(self_check, "unproven", lambda device, unrun=False: asked.append(unrun))
     q = torch.randn(1, 20, 1, 8, device=device)
-    for op in (wyfold.chunk_dplr_delta_rule, wyfold.fused_recurrent_gdn2):
-        wyfold.explain(op, *(q,) * 6, backend="triton")
+    for size in (16, 32, 64):
+        wyfold.explain(wyfold.chunk_dplr_delta_rule, *(q,) * 6, chunk_size=size, backend="triton")
+    wyfold.explain(wyfold.fused_recurrent_gdn2, *(q,) * 6, backend="triton")
     wyfold.explain(wyfold.chunk_kda, *(q,) * 4, q[..., 0], backend="triton")
-    assert asked == [True, True, False]
+    assert asked == [True, False, True, False, False]
