@@ -25,6 +25,7 @@ import wyfold
 from wyfold import SequenceLayout, layers
 from wyfold.cli.distributed import DistributedWorld
 from wyfold.context_parallel import agreement, conv
+from wyfold.context_parallel.build_context import repeated
 from wyfold.cp import ContextParallel, build_cp_context
 from wyfold.models import Decoder, DecoderConfig
 from wyfold.reference import inputs
@@ -133,6 +134,30 @@ def delta(rule: str, number: int, **options: Any) -> Comparison:
     return Comparison(getattr(wyfold, f"chunk_{rule}"), drawn | flags, boundaries, tokens, layout, number)
 
 
+class Product(Comparison):
+    """A call of DeltaProduct, whose k, v and beta have a row for each update of a token."""
+
+    def share(self, context: ContextParallel, name: str, x: Any) -> Any:
+        if name in ("k", "v", "beta"):
+            context = repeated(context, self.arguments["num_householder"])
+        return super().share(context, name, x)
+
+
+def product(rule: str, number: int, updates: int, B: int | None = None, tokens: int = 90, **options: Any) -> Product:
+    """A call of DeltaProduct with the gate of a rule."""
+    longer = delta(
+        rule, number, B=B, tokens=updates * tokens, boundaries=None if B else [0, updates * tokens], **options
+    )
+    arguments = longer.arguments | {"num_householder": updates}
+    for name in {"q", "g"} & arguments.keys():
+        arguments[name] = arguments[name][:, :tokens].contiguous()
+    bounds = None if B else packing(number, tokens - 1)
+    if bounds is not None:
+        state = arguments["initial_state"]
+        arguments["initial_state"] = torch.cat([state * (n + 1) for n in range(len(bounds) - 1)])
+    return Product(wyfold.chunk_gated_delta_product, arguments, bounds, tokens, longer.layout, number)
+
+
 def convolution(number: int, W: int, B: int | None = None, tokens: int = 60, **options: Any) -> Comparison:
     """A call of the short convolution with all its optional inputs."""
     draw = torch.Generator().manual_seed(number)
@@ -189,6 +214,9 @@ COMPARISONS: dict[str, Any] = {
     "read key, dense": delta("comba", 18, B=2, layout="zigzag"),
     "writes that erase nothing": delta("gla", 20),
     "writes that erase nothing, dense": delta("gla", 21, B=2, gate="reset one"),
+    "two updates": product("gated_delta_rule", 22, 2, beta="logits", allow_neg_eigval=True),
+    "three updates, zigzag": product("kda", 23, 3, layout="zigzag", tokens=50),
+    "two updates, dense": product("delta_rule", 24, 2, B=2, tokens=40),
     "convolution": convolution(1, 4, activation="silu"),
     "convolution, zigzag": convolution(4, 4),
     "long filter": convolution(5, 8, activation="silu"),
@@ -263,6 +291,7 @@ MODULES = {
     "KimiDeltaAttention": Modules(lambda: layers.KimiDeltaAttention(24, 2, 4, 16, 8), "contiguous"),
     "GatedLinearAttention": Modules(lambda: layers.GatedLinearAttention(24, 2, 4, 16, 8), "zigzag"),
     "RWKV7TimeMix": Modules(lambda: layers.RWKV7TimeMix(24, 2, 16, 8), "fragments"),
+    "GatedDeltaProduct": Modules(lambda: layers.GatedDeltaProduct(24, 2, 4, 16, 8), "zigzag"),
     "TTTLinear": Modules(lambda: layers.TTTLinear(24, 2, 4, 16), "fragments"),
     "SoftmaxAttention": Modules(lambda: layers.SoftmaxAttention(24, 4, 2, 8), "contiguous"),
     "window, zigzag": Modules(lambda: layers.SoftmaxAttention(24, 4, 2, 8, window=30), "zigzag"),
@@ -281,7 +310,11 @@ MODULES = {
 }
 
 
-COMPILED = lambda: layers.TTTLinear(24, 1, 1, 16), lambda: layers.SoftmaxAttention(24, 2, 1, 8)
+COMPILED = (
+    lambda: layers.TTTLinear(24, 1, 1, 16),
+    lambda: layers.SoftmaxAttention(24, 2, 1, 8),
+    lambda: layers.GatedDeltaProduct(24, 1, 1, 16),
+)
 
 
 def few_tokens(given: None, group: dist.ProcessGroup) -> None:
@@ -325,6 +358,9 @@ def errors(given: None, group: dist.ProcessGroup) -> None:
     def conv(W: int = 4, **options: Any) -> torch.Tensor:
         return wyfold.causal_conv1d(rows(3), torch.ones(3, W), cp_context=context, **options)[0]
 
+    def product(k: torch.Tensor) -> torch.Tensor:
+        return wyfold.chunk_gated_delta_product(rows(2, 8), k, k, num_householder=2, cp_context=context)[0]
+
     half = rows(2, 8, dtype=torch.bfloat16 if other else torch.float32)
     kinds: dict[str, tuple[Any, str]] = {
         "V": (lambda: kda(V=16 if other else 8), "V must be the same on all ranks, got 8 on rank.*; 16 on rank 1"),
@@ -341,6 +377,10 @@ def errors(given: None, group: dist.ProcessGroup) -> None:
             r"the cut must be the same on all ranks, got sequences that end at \d+.* in shards 0-\d+, ",
         ),
         "tokens of one rank": (lambda: kda(T=T + 1 if other else T), "rank 1 of the group refused|must be "),
+        "updates of one rank": (
+            lambda: product(rows(2, 8, T=2 * T + other)),
+            r"rank 1 of the group refused|k must be \[B, TN, H, K\]",
+        ),
         "width of one rank": (lambda: conv(W=3 if other else 4), "rank 1 of the group refused|weight must have W = 4"),
         "activation": (lambda: conv(activation="silu" if other else None), "activated must be the same"),
         "cu_seqlens": (lambda: kda(cu_seqlens=cu), "cu_seqlens must be None with cp_context"),
@@ -358,6 +398,7 @@ def errors(given: None, group: dist.ProcessGroup) -> None:
         else:
             raise AssertionError(f"{kind}: not refused")
         assert kda().shape == (1, T, 2, 8)
+    assert product(rows(2, 8, T=2 * T)).shape == (1, T, 2, 8)
 
 
 def compared_once(given: None, group: dist.ProcessGroup) -> None:
@@ -388,6 +429,9 @@ def explained(given: None, group: dist.ProcessGroup) -> None:
     assert listed == tuple(f"all-gather {way} of 1 x 2 x 8 x 16 from each rank" for way in ("forward", "backward"))
     listed = wyfold.explain(wyfold.causal_conv1d, x, torch.ones(6, 4), cp_context=context).collectives
     assert listed == tuple(f"all-gather {way} of 1 x 6 x 3 from each rank" for way in ("forward", "backward"))
+    rows = torch.ones(1, 80, 2, 8)
+    listed = wyfold.explain(wyfold.chunk_gated_delta_product, q, rows, rows, num_householder=2, cp_context=context)
+    assert len(listed.collectives) == 2
     alone = build_cp_context(torch.arange(group.size() + 1) * 40, group)
     assert wyfold.explain(wyfold.chunk_kda, q, q, q, cp_context=alone).collectives == ()
 

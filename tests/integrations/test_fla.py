@@ -204,7 +204,7 @@ def test_the_product_is_wyfolds_in_flas_order(n: int):
     expected = wyfold.chunk_gated_delta_product(q, k, v, g, beta, n, cu_seqlens=cu, cu_seqlens_cpu=cu, **given)
     needless = {"chunk_indices": torch.zeros(2, 2), "chunk_indices_dp": torch.zeros(2, 2)}
     assert alike(fla.chunk_gated_delta_product(q, k, v, g, beta, n, 0.5, S0, True, True, cu, cu, **needless), expected)
-    with pytest.raises(wyfold.UnsupportedError, match="cp_context is not offered"):
+    with pytest.raises(TypeError, match=r"cp_context must come from .*build_cp_context, got int"):
         fla.chunk_gated_delta_product(q, k, v, g, beta, n, cp_context=1)
 
 

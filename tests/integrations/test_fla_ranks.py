@@ -38,6 +38,14 @@ def kda(t: dict[str, Tensor], **options: Any) -> Tensor:
     return fla.chunk_kda(t["q"], t["k"], t["v"], t["gk"], t["beta"], **options)[0]
 
 
+def product(t: dict[str, Tensor], **options: Any) -> Tensor:
+    """Two updates of a token."""
+    k, v = (torch.stack([t[a], t[b]], 2).flatten(1, 2) for a, b in (("k", "v"), ("v", "q")))
+    beta = t["beta"].repeat_interleave(2, 1)
+    options["use_qk_l2norm_in_kernel"] = True
+    return fla.chunk_gated_delta_product(t["q"], k, v, t["g"], beta, 2, **options)[0]
+
+
 def conv(t: dict[str, Tensor], **options: Any) -> Tensor:
     return fla.causal_conv1d(t["x"], t["weight"], activation="silu", **options)[0]
 
@@ -137,7 +145,7 @@ def refusals(_: None, group: dist.ProcessGroup) -> None:
 CASES = {
     **{
         f"{operator.__name__}, {layout}": Case(partial(prepared, operator), partial(on_rank, operator, layout))
-        for operator in (gdn, kda, conv)
+        for operator in (gdn, kda, product, conv)
         for layout in ("contiguous", "zigzag")
     },
     "fields": Case(lambda: None, fields),

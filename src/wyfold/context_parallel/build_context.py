@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from wyfold.context_parallel import collectives
@@ -89,6 +90,37 @@ def build_cp_context(
     return ContextParallel(
         group, bounds, total, ranges, conv1d_kernel_size=conv1d_kernel_size, max_seqs=max_seqs, check_when=check
     )
+
+
+def repeated(context: ContextParallel, n: int) -> ContextParallel:
+    """The context of a buffer with n rows for each token, which ranks own with their token; kept until `update_`.
+
+    Raises:
+        RuntimeError: It is not made yet, and a compiler, which cannot trace that, asks for it.
+    """
+    if n == 1:
+        return context
+
+    def make() -> ContextParallel:
+        ranges = [[(n * start, n * stop) for start, stop in owns] for owns in context.partition.ranges]
+        return ContextParallel(
+            context.group,
+            None if context.dense else n * context.whole.cu_seqlens,
+            n * context.total_tokens,
+            ranges,
+            conv1d_kernel_size=None,
+            max_seqs=None,
+            check_when=context.agreement.when,
+        )
+
+    if ("repeated", n) not in context._cache:
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"cp_context must have been in a call with {n} updates of a token before one is compiled, got a new one"
+            )
+        context._cache["repeated", n] = make()
+    found: ContextParallel = context._cache["repeated", n]
+    return found
 
 
 def _integer(name: str, value: object, *, least: int) -> int:

@@ -45,7 +45,6 @@ class DeltaMixer(nn.Module):
     """
 
     operators: tuple[Any, Any]  # chunk form, recurrent form
-    over_ranks = True  # whether the chunk form takes a `cp_context`
 
     def __init__(
         self,
@@ -162,8 +161,6 @@ class DeltaMixer(nn.Module):
                 sequences(type(self).__name__, x, self.hidden_size, self.qkv, layout, pool, (), cp_context)
             return self._served(x, layout, cache)
         sequences(type(self).__name__, x, self.hidden_size, self.qkv, layout, cache, ("conv", "state"), cp_context)
-        if cp_context is not None and not self.over_ranks:
-            raise ValueError(f"{type(self).__name__}: cp_context must be None, got one; use other layers over ranks")
         qkv = self.conv(self.qkv(x), layout=layout, cache=cache, cp_context=cp_context)
         q, k, v = self._heads(qkv)
         options = {

@@ -28,7 +28,7 @@ class GatedDeltaProduct(DeltaMixer):
         g = -exp(A_log) softplus(W_decay x + dt_bias)
         y = W_o (rms_norm(gated_delta_product(q/|q|, k/|k|, v, g, beta)) * silu(W_gate x))
 
-    `forward` is that of the other delta-rule layers, but takes no `cp_context`.
+    `forward` is that of the other delta-rule layers.
 
     Args:
         hidden_size: Width of x.
@@ -59,7 +59,6 @@ class GatedDeltaProduct(DeltaMixer):
     """
 
     operators = (chunk_gated_delta_product, fused_recurrent_gated_delta_product)
-    over_ranks = False
 
     def __init__(
         self,

@@ -11,8 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from wyfold.ops.delta_call import DELTA, delta_arguments
+from wyfold.autograd.delta_records import DeltaTensors
+from wyfold.context_parallel.build_context import repeated
+from wyfold.context_parallel.context import ContextParallel
+from wyfold.ops.delta_call import DELTA, delta_arguments, run_across_ranks
 from wyfold.ops.delta_checks import DeltaFlags, check_boundaries
+from wyfold.ops.rank_agreement import check_shard, ranked_call
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout, boundaries_of, legal_boundaries
 from wyfold.runtime.replay_cache import planned
@@ -44,6 +48,7 @@ def chunk_gated_delta_product(
     max_splits: int | None = None,
     disable_recompute: bool = False,
     cu_seqlens_cpu: Tensor | None = None,
+    cp_context: ContextParallel | None = None,
     backend: str | None = None,
 ) -> Result:
     """Gated DeltaProduct over whole sequences, computed chunk by chunk.
@@ -65,8 +70,9 @@ def chunk_gated_delta_product(
         beta: [B, TN, HV] any float. Write strength; None: 1.
         num_householder: n, the updates of a token, at least 1: with 1 it is the gated delta rule.
 
-    Arguments not listed here are those of `chunk_gated_delta_rule`. Boundaries and `checkpoint_every` count tokens;
-    `chunk_size` counts updates, and `checkpoint_every` times n must be a multiple of it.
+    Arguments not listed here are those of `chunk_gated_delta_rule`. Boundaries, `checkpoint_every` and `cp_context`
+    count tokens; `chunk_size` counts updates, and `checkpoint_every` times n must be a multiple of it. A rank passes
+    the updates of its tokens. Before a call with a context is compiled, one must have run with it.
 
     Returns:
         o: [B, T, HV, V], dtype of v.
@@ -95,28 +101,39 @@ def chunk_gated_delta_product(
         (torch.Size([1, 100, 2, 64]), torch.Size([1, 2, 64, 64]))
     """
     op = "chunk_gated_delta_product"
-    updates = _as_updates(op, q, k, v, g, beta, num_householder, cu_seqlens, cu_seqlens_cpu)
-    flags = DeltaFlags(
-        op=op,
-        channel=updates.channel,
-        recurrent=False,
-        scale=scale,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first,
-        state_dtype=state_dtype,
-        return_intermediate_states=return_intermediate_states,
-        checkpoint_every=updates.every(op, return_intermediate_states, checkpoint_every),
-        batch_invariant=batch_invariant,
-        backend=backend,
-        chunk_size=chunk_size,
-        disable_recompute=disable_recompute,
-        max_splits=max_splits,
-    )
-    given = updates.q, k, v, updates.g, beta, initial_state, None, None
-    return updates.read(planned(DELTA, *delta_arguments(flags, given, updates.cu_seqlens, updates.on_cpu)))
+
+    def made() -> tuple[_Updates, tuple[DeltaTensors, DeltaFlags]]:
+        updates = _as_updates(op, q, k, v, g, beta, num_householder, cu_seqlens, cu_seqlens_cpu)
+        flags = DeltaFlags(
+            op=op,
+            channel=updates.channel,
+            recurrent=False,
+            scale=scale,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+            state_v_first=state_v_first,
+            state_dtype=state_dtype,
+            return_intermediate_states=return_intermediate_states,
+            checkpoint_every=updates.every(op, return_intermediate_states, checkpoint_every),
+            batch_invariant=batch_invariant,
+            backend=backend,
+            chunk_size=chunk_size,
+            disable_recompute=disable_recompute,
+            max_splits=max_splits,
+        )
+        given = updates.q, k, v, updates.g, beta, initial_state, None, None
+        return updates, delta_arguments(flags, given, updates.cu_seqlens, updates.on_cpu)
+
+    if cp_context is None:
+        updates, arguments = made()
+        return updates.read(planned(DELTA, *arguments))
+    with ranked_call(op, cp_context, q) as ranked:
+        check_shard(op, cp_context, "q", check.tensor(op, "q", q), cu_seqlens)
+        updates, arguments = made()
+    ranked.assert_same(None)  # the call on the updates compares
+    return updates.read(run_across_ranks(*arguments, repeated(cp_context, updates.n)))
 
 
 def fused_recurrent_gated_delta_product(

@@ -19,7 +19,6 @@ from wyfold.integrations.fla.ranks import wyfold_context
 from wyfold.ops import delta_product, delta_rule, gated_delta_rule, kda
 from wyfold.ops.value_channels import split_value_channels
 from wyfold.runtime import check
-from wyfold.runtime.check import UnsupportedError
 
 Result = tuple[Tensor, Tensor | None]
 
@@ -337,13 +336,9 @@ def chunk_gated_delta_product(
 ) -> Result:
     """`wyfold.chunk_gated_delta_product`; unlike fla's, it accepts float32 and gates per key channel.
 
-    cp_context raises UnsupportedError. The indices of chunks, which versions of fla after 0.6.0 take, are not needed.
+    The indices of chunks, which versions of fla after 0.6.0 take, are not needed.
     """
-    if cp_context is not None:
-        raise UnsupportedError(
-            "chunk_gated_delta_product: cp_context is not offered",
-            {"wyfold": "a context counts tokens, and has no boundaries of updates"},
-        )
+    context = wyfold_context("chunk_gated_delta_product", cp_context, initial_state, output_final_state)
     o, state = delta_product.chunk_gated_delta_product(
         q,
         k,
@@ -355,8 +350,9 @@ def chunk_gated_delta_product(
         initial_state=initial_state,
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
+        cu_seqlens=None if context is not None else cu_seqlens,
+        cu_seqlens_cpu=None if context is not None else cu_seqlens_cpu,
+        cp_context=context,
     )[:2]
     return o, state
 
