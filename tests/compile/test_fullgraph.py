@@ -11,7 +11,7 @@ from wyfold.reference.shapes import Shape
 
 RULES = ("delta_rule", "gated_delta_rule", "kda")
 FORMS = ("chunk", "fused_recurrent")
-LENGTHS = (64, 16, 17, 50, 100, 31)
+LENGTHS = (64, 17, 50, 31)
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def call(rule: str, T: int, packed: bool) -> dict:
 
 # Every rule, both forms, dense and packed.
 CASES = [
-    ("delta_rule", "chunk", False),
+    pytest.param("delta_rule", "chunk", False, marks=pytest.mark.release),
     ("gated_delta_rule", "fused_recurrent", True),
     ("kda", "chunk", True),
 ]
@@ -39,9 +39,9 @@ CASES = [
 @pytest.mark.long
 @pytest.mark.parametrize("rule, form, packed", CASES)
 def test_lengths_forward_and_backward(rule: str, form: str, packed: bool, results):
-    """Packed cases also without gradients."""
+    """Packed cases of the chunk form also without gradients."""
     op = getattr(wyfold, f"{form}_{rule}")
-    for mode, wrt in (("training", None), ("inference", ()))[: 1 + packed]:
+    for mode, wrt in (("training", None), ("inference", ()))[: 1 + (packed and form == "chunk")]:
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("aot_eager")
         compiled = torch.compile(op, backend=counter, fullgraph=True)
@@ -78,18 +78,18 @@ def test_further_rules(name: str, results):
     assert all(torch.equal(got[name], x) for name, x in plain.items())
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["chunk", pytest.param("fused_recurrent", marks=pytest.mark.release)])
 def test_a_layout_goes_through_the_compiler(form: str, results):
     op = getattr(wyfold, f"{form}_kda")
     compiled = torch.compile(op, backend="aot_eager", fullgraph=True)
-    for lengths in ([20, 0, 13], [1, 2, 30], [33]):
+    for lengths in ([20, 0, 13], [33]):
         a = call("kda", 33, True) | {"initial_state": None}
         layout = SequenceLayout.from_lengths(lengths)
         got, plain = results(compiled, a, None, cu_seqlens=layout), results(op, a, None, cu_seqlens=layout)
         assert all(torch.equal(got[name], plain[name]) for name in plain)
 
 
-@pytest.mark.parametrize("name", ["prefill", "verify", "decode_packed"])
+@pytest.mark.parametrize("name", ["prefill", pytest.param("verify", marks=pytest.mark.release), "decode_packed"])
 def test_serving_takes_other_lengths_and_slots(name: str):
     """A pool that is an argument is updated in place. `decode` is tested elsewhere."""
     op, counter = getattr(serving, name), CompileCounterWithBackend("aot_eager")

@@ -977,8 +977,15 @@ def step(operator: Callable, arguments: dict[str, Any], **options: Any) -> list[
 
 # PyTorch's tracer instantiates autograd.Function, which it deprecates.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("operator", [chunk_ttt_linear, fused_recurrent_ttt_linear])
+@pytest.mark.parametrize(
+    ("operator", "is_packed"),
+    [
+        pytest.param(chunk_ttt_linear, False, id="chunk-dense", marks=pytest.mark.release),
+        pytest.param(chunk_ttt_linear, True, id="chunk-packed"),
+        pytest.param(fused_recurrent_ttt_linear, False, id="recurrent-dense"),
+        pytest.param(fused_recurrent_ttt_linear, True, id="recurrent-packed", marks=pytest.mark.release),
+    ],
+)
 def test_compiles_whole_and_once_for_all_lengths(operator: Callable, is_packed: bool, backend: str):
     """Forward and backward in one graph with the same bits; a second length recompiles once, a third never.
 

@@ -58,26 +58,35 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("operator", ["chunk_delta_rule", "chunk_kda", "chunk_ttt_linear", "chunk_rwkv7", "chunk_gla"])
-def test_a_planted_fault_is_beyond_the_bound(operator: str):
+SPOILED = ("chunk_delta_rule", "chunk_kda", "chunk_ttt_linear", "chunk_rwkv7", "chunk_gla")
+PAIRS = [
+    pytest.param(operator, fault, marks=[] if i % len(PLANTED) == j else pytest.mark.release)
+    for i, operator in enumerate(SPOILED)
+    for j, fault in enumerate(PLANTED)
+]
+
+
+@pytest.mark.parametrize(("operator", "fault"), PAIRS)
+def test_a_planted_fault_is_beyond_the_bound(operator: str, fault: str):
     call = first_wide_call(operator)
-    assert all(x.error <= x.bound for x in compare(call))
     run = call.run
-    for fault, spoiled in PLANTED.items():
-        call.run = lambda spoiled=spoiled, **tensors: {
-            name: spoiled(x) if name == "o" else x for name, x in run(**tensors).items()
-        }
-        planted = {x.name: x.error <= x.bound for x in compare(call)}
-        assert not planted["o"], fault
+
+    def spoiled(**tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: PLANTED[fault](x) if name == "o" else x for name, x in run(**tensors).items()}
+
+    assert all(x.error <= x.bound for x in compare(call))
+    call.run = spoiled
+    assert not {x.name: x.error <= x.bound for x in compare(call)}["o"]
 
 
 def first_wide_call(operator: str) -> Call:
-    """A float64 call of several tokens whose result depends on all of its rows."""
+    """A small float64 call of several tokens whose result depends on all of its rows."""
     for seed in range(1000):
         call = draw_call(operator, seed, dtypes=(torch.float64, torch.float32))
         name = "r" if "r" in call.leaves else "q"
         q = call.views.get(name, lambda x: x)(call.leaves[name])
-        if q.dtype == torch.float64 and q.shape[1] >= 16 and call.padding in (None, q.shape[1]):
+        small = q.numel() <= 2000 and q.shape[1] <= 48
+        if q.dtype == torch.float64 and small and q.shape[1] >= 16 and call.padding in (None, q.shape[1]):
             return call
     raise AssertionError
 

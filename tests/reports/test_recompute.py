@@ -60,7 +60,14 @@ def test_recomputing_is_compiled(what, packed, runs):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("pattern", ["ttt_linear", "gla gdp", "rwkv7 rwkv7", "path_attention", "attention"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "rwkv7 rwkv7",
+        "attention",
+        *(pytest.param(x, marks=pytest.mark.release) for x in ("ttt_linear", "gla gdp", "path_attention")),
+    ],
+)
 def test_recomputing_is_compiled_for_every_mixer(pattern):
     plain = decoder(pattern)
     ours = copy.deepcopy(plain)
@@ -98,7 +105,9 @@ class Wrapper(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # read by Dynamo
-@pytest.mark.parametrize("wrapped", [compiled, compiled_in_place, checkpointed, Wrapper])
+@pytest.mark.parametrize(
+    "wrapped", [pytest.param(compiled, marks=pytest.mark.release), compiled_in_place, checkpointed, Wrapper]
+)
 def test_wrapped_blocks_recompute_when_set(wrapped, runs):
     model = decoder()
     truth = gradients(model)

@@ -268,9 +268,10 @@ def test_copies_during_decoding_continue_like_the_original(ids):
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_decoding_by_compiled_blocks_is_decoding(ids):
+@pytest.mark.parametrize("pattern", ["ttt_linear", pytest.param("kda", marks=pytest.mark.release)])
+def test_decoding_by_compiled_blocks_is_decoding(ids, pattern):
     """Blocks of each kind of state, compiled inside an eager decoder."""
-    plain = decoder("kda ttt_linear")
+    plain = decoder(pattern)
     truth = decoded(plain, ids, plain.new_cache(2))
     torch._dynamo.reset()
     blocks = copy.deepcopy(plain)
