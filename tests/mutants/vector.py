@@ -441,7 +441,7 @@ GLUON_KERNELS = (
     ),
     Mutant(
         "gradients of outputs are read before they have arrived",
-        "kernels/gradients/gluon/scalar/kernel.py",
+        "kernels/gradients/gluon/scalar/grams.py",
         "",
         "mbarrier.wait(smem.values_ready, r % 2)",
         "pass",
@@ -449,7 +449,7 @@ GLUON_KERNELS = (
     ),
     Mutant(
         "gradients of a key head lack those of a value head",
-        "kernels/gradients/gluon/scalar/kernel.py",
+        "kernels/gradients/gluon/scalar/halves.py",
         "",
         "is_later = gl.zeros([BT, BK], gl.int32, LC) + r > 0",
         "is_later = gl.zeros([BT, BK], gl.int32, LC) + r > 1",
@@ -457,9 +457,9 @@ GLUON_KERNELS = (
     ),
     Mutant(
         "gradients read outputs of the next sequence",
-        "kernels/gradients/gluon/channel/kernel.py",
+        "kernels/gradients/gluon/channel/grams.py",
         "",
-        "clear_rows(t_do, rows, BT, V)",
+        "clear_rows(head.do, rows, BT, V)",
         "pass",
         "emulator/test_gradients.py::test_gradients",
     ),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from wyfold.tile.index.gluon import tma_store
+from wyfold.tile.index.triton import strides
 
 
 class Outputs(NamedTuple):
@@ -29,6 +32,21 @@ class Outputs(NamedTuple):
     s_dbeta: Any
     sums: Any
     end: None = None
+
+
+def output_views(dq: Tensor, dk: Tensor, dv: Tensor | None, dbeta: Tensor | None, sums: Tensor | None) -> Outputs:
+    """The gradients of the tokens as a kernel argument."""
+    return Outputs(
+        dq=dq, s_dq=strides(dq), dk=dk, s_dk=strides(dk), dv=dv, s_dv=strides(dv), dbeta=dbeta, s_dbeta=strides(dbeta),
+        sums=sums,
+    )  # fmt: skip
+
+
+def copy_wanted(found: Sequence[Tensor], wanted: Sequence[Tensor | None]) -> None:
+    """Copy each gradient that was written to a temporary to where it is wanted."""
+    for x, to in zip(found, wanted, strict=True):
+        if to is not None and to is not x:
+            to.copy_(x)
 
 
 class Coords(NamedTuple):

@@ -5,9 +5,60 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from wyfold.kernels.gradients.gluon.channel.tiles import row_block
-from wyfold.tile.activation.triton import LOG2_E
+from wyfold.kernels.gradients.gluon.channel.arguments import GateActivation
+from wyfold.kernels.gradients.gluon.channel.tiles import (
+    allocate4,
+    concat_tuples,
+    empty_tuple,
+    load_quarter,
+    row_block,
+    split2_columns,
+)
+from wyfold.kernels.gradients.gluon.tokens import exp2
+from wyfold.tile.activation.triton import LOG2_E, exp
 from wyfold.tile.decay.triton import activated
+
+
+@gluon.jit
+def gate_activation(gate, h):
+    """Parameters of the gate's activation of value head h."""
+    rate = 1.0
+    if gate.A_log is not None:
+        rate = exp(gl.load(gate.A_log + h).to(gl.float32))
+    return GateActivation(rate, gate.lower_bound, gate.clamp)
+
+
+@gluon.jit
+def store_decays(
+    t_g, p_dt_bias, parameters, activation, rows, ROLLED: gl.constexpr, ACTIVATION: gl.constexpr, SIZES: gl.constexpr
+):
+    """Decays of a chunk, in the shared memory of the states.
+
+    Returns:
+        I, Q: Four tiles [BK, 16] each, in shared memory.
+        E: [BK] decay of each of the 8 sub-chunks.
+        logs: [BT, BK] log gates to base 2; t_g where no activation is applied.
+    """
+    BT: gl.constexpr = SIZES.BT
+    BK: gl.constexpr = SIZES.K // 2
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 16, 16])
+    CH: gl.constexpr = gl.SliceLayout(1, L)
+    DECAYS: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 2, [1, 0])
+    I, Q = allocate4(gl.float32, BK, DECAYS), allocate4(gl.float32, BK, DECAYS)
+    logs = t_g
+    if ACTIVATION != "given":
+        logs = gl.allocate_shared_memory(gl.float32, [BT, BK], gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))
+        store_log_gates(logs, t_g, p_dt_bias, parameters, activation, rows, ROLLED, ACTIVATION, BT, BK)
+    E = empty_tuple()
+    for n in gl.static_range(4):
+        log_g = load_quarter(logs, n, L)
+        if ACTIVATION == "given":
+            log_g = log2_gate(log_g, 0.0, activation, True, ACTIVATION)
+        E = concat_tuples(E, split2_columns(exp2(gl.sum(log_g.reshape([BK, 2, 8]), axis=2)), CH))
+        since_start, until_end = sums_inside_sub_chunks(log_g)
+        I[n].store(exp2(since_start))
+        Q[n].store(exp2(until_end))
+    return I, Q, E, logs
 
 
 @gluon.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,11 +10,11 @@ from torch import Tensor
 from wyfold.kernels.gradients.gluon.channel.arguments import Flags, Sizes, Tokens
 from wyfold.kernels.gradients.gluon.channel.kernel import wyfold_gradients_channel_gluon
 from wyfold.kernels.gradients.gluon.channel.norm import wyfold_gradients_norm_gluon
-from wyfold.kernels.gradients.gluon.tokens import Outputs
+from wyfold.kernels.gradients.gluon.tokens import copy_wanted, output_views
 from wyfold.kernels.gradients.triton.arguments import Factors
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid
-from wyfold.runtime.kernel_configs import LaunchKey, tuned
+from wyfold.runtime.kernel_configs import Config, LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.triton import FLOOR, Gate
@@ -53,19 +53,10 @@ def gradients(
     (H, K), (HV, V), C = q.shape[2:], do.shape[2:], grid.chunk_size
     config = tuned("gradients.gluon", key, q.device)
     read_q, read_k, read_do, read_g = reads = [_readable(x) for x in (q, k, do, g)]
-    wanted = [(out.q, read_q), (out.k, read_k), (out.g, read_g)]
-    out_q, out_k, out_g = (_output_buffer(to, like) for to, like in wanted)
-    dA_log = ddt_bias = norm_dots = None
-    if options.qk_l2norm:
-        norm_dots = q.new_empty(grid.chunks * H, 2, 2, C, dtype=torch.float32)
-    if out.A_log is not None:
-        dA_log = q.new_empty(grid.chunks, HV, 2, dtype=torch.float32)
-    if out.dt_bias is not None:
-        ddt_bias = q.new_empty(grid.chunks, HV, K, dtype=torch.float32)
-    sums = q.new_empty(grid.chunks * H * 2, 4, C // 2, K // 2, dtype=torch.float32) if HV > H else None
-    x_q, x_k, x_do, x_g, x_dq, x_dk, x_dg, x_S, x_dS, x_e, x_X = _descriptors(
-        [*reads, out_q, out_k, out_g], borders, C, K // 2
-    )
+    out_q, out_k, out_g = map(_output_buffer, (out.q, out.k, out.g), (read_q, read_k, read_g))
+    work = _workspace(q, HV, grid, options, out)
+    blocks = [*reads, out_q, out_k, out_g]
+    x_q, x_k, x_do, x_g, x_dq, x_dk, x_dg, x_S, x_dS, x_e, x_X = _descriptors(blocks, borders, C, K // 2)
     launch_kernel(
         wyfold_gradients_channel_gluon,
         grid.chunks * H * 2,
@@ -90,22 +81,12 @@ def gradients(
             k=read_k,
             s_k=read_k.stride(),
             X=borders.X,
-            norm_dots=norm_dots,
+            norm_dots=work.norm_dots,
         ),
         gate=Gate(A_log=A_log, dt_bias=dt_bias, lower_bound=options.lower_bound, clamp=options.clamp or FLOOR),
         strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most),
-        outputs=Outputs(
-            dq=out_q,
-            s_dq=out_q.stride(),
-            dk=out_k,
-            s_dk=out_k.stride(),
-            dv=out.v,
-            s_dv=strides(out.v),
-            dbeta=out.beta,
-            s_dbeta=strides(out.beta),
-            sums=sums,
-        ),
-        dgate=GateGradient(g=out_g, s_g=out_g.stride(), A_log=dA_log, dt_bias=ddt_bias),
+        outputs=output_views(out_q, out_k, out.v, out.beta, work.sums),
+        dgate=GateGradient(g=out_g, s_g=out_g.stride(), A_log=work.A_log, dt_bias=work.dt_bias),
         packing=Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),
         factors=Factors(options.scale, options.unit, options.unit * float(options.erases)),
         N=grid.sequences,
@@ -122,38 +103,74 @@ def gradients(
         ),
         **config.options(),
     )
-    if norm_dots is not None:
-        launch_kernel(
-            wyfold_gradients_norm_gluon,
-            grid.chunks * H,
-            p_q=read_q,
-            p_k=read_k,
-            s_q=read_q.stride(),
-            s_k=read_k.stride(),
-            p_dq=out_q,
-            p_dk=out_k,
-            s_dq=out_q.stride(),
-            s_dk=out_k.stride(),
-            p_norm_dots=norm_dots,
-            p_cu=grid.cu,
-            p_first=grid.first,
-            p_sequence=grid.sequence,
-            N=grid.sequences,
-            T=grid.tokens,
-            per_sequence=grid.per_sequence,
-            H=H,
-            K=K,
-            BT=C,
-            PACKED=grid.cu is not None,
-            **config.options(),
-        )
-    for to, (requested, _) in zip((out_q, out_k, out_g), wanted, strict=True):
-        if requested is not None and requested is not to:
-            requested.copy_(to)
-    if out.A_log is not None and dA_log is not None:
-        out.A_log.copy_(dA_log.sum((0, 2)).view_as(out.A_log))
-    if out.dt_bias is not None and ddt_bias is not None:
-        out.dt_bias.copy_(ddt_bias.sum(0).view_as(out.dt_bias))
+    if work.norm_dots is not None:
+        _launch_norm(read_q, read_k, out_q, out_k, work.norm_dots, grid, config)
+    copy_wanted((out_q, out_k, out_g), (out.q, out.k, out.g))
+    if out.A_log is not None and work.A_log is not None:
+        out.A_log.copy_(work.A_log.sum((0, 2)).view_as(out.A_log))
+    if out.dt_bias is not None and work.dt_bias is not None:
+        out.dt_bias.copy_(work.dt_bias.sum(0).view_as(out.dt_bias))
+
+
+class Workspace(NamedTuple):
+    """What a launch sums up by chunks; None where it is not needed.
+
+    Attributes:
+        A_log: [chunks, HV, 2] gradient of A_log, by halves of the channels.
+        dt_bias: [chunks, HV, K] gradient of dt_bias.
+        norm_dots: [chunks * H, 2, 2, C] dot products for the norm's adjoint.
+        sums: [chunks * H * 2, 4, C / 2, K / 2] sums of dq and dk over value heads.
+    """
+
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    norm_dots: Tensor | None
+    sums: Tensor | None
+
+
+def _workspace(q: Tensor, HV: int, grid: ChunkGrid, options: DeltaOptions, out: GradientOutputs) -> Workspace:
+    """Allocate the workspace of a call."""
+    (H, K), C = q.shape[2:], grid.chunk_size
+    dA_log = ddt_bias = norm_dots = None
+    if options.qk_l2norm:
+        norm_dots = q.new_empty(grid.chunks * H, 2, 2, C, dtype=torch.float32)
+    if out.A_log is not None:
+        dA_log = q.new_empty(grid.chunks, HV, 2, dtype=torch.float32)
+    if out.dt_bias is not None:
+        ddt_bias = q.new_empty(grid.chunks, HV, K, dtype=torch.float32)
+    sums = q.new_empty(grid.chunks * H * 2, 4, C // 2, K // 2, dtype=torch.float32) if HV > H else None
+    return Workspace(dA_log, ddt_bias, norm_dots, sums)
+
+
+def _launch_norm(
+    q: Tensor, k: Tensor, dq: Tensor, dk: Tensor, norm_dots: Tensor, grid: ChunkGrid, config: Config
+) -> None:
+    """Apply the norm's adjoint to dq and dk, in place."""
+    H, K = q.shape[2:]
+    launch_kernel(
+        wyfold_gradients_norm_gluon,
+        grid.chunks * H,
+        p_q=q,
+        p_k=k,
+        s_q=q.stride(),
+        s_k=k.stride(),
+        p_dq=dq,
+        p_dk=dk,
+        s_dq=dq.stride(),
+        s_dk=dk.stride(),
+        p_norm_dots=norm_dots,
+        p_cu=grid.cu,
+        p_first=grid.first,
+        p_sequence=grid.sequence,
+        N=grid.sequences,
+        T=grid.tokens,
+        per_sequence=grid.per_sequence,
+        H=H,
+        K=K,
+        BT=grid.chunk_size,
+        PACKED=grid.cu is not None,
+        **config.options(),
+    )
 
 
 def _readable(x: Tensor) -> Tensor:

@@ -43,7 +43,68 @@ class NearTiles(NamedTuple):
 
 
 @gluon.jit
-def near_pairs_half(
+def store_halves(near, halves, t_q, t_k, t_g, logs):
+    """Move the gradients of both halves of the tokens to shared memory."""
+    # Rows of 32 numbers, swizzled in groups of four: free of bank conflicts both for the stores, of four rows at
+    # once, and for the loads, of every second one of 16 rows.
+    TRANSPOSED: gl.constexpr = gl.SharedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 8], [2, 16], [4, 8], [8, 4], [16, 0], [32, 0]]
+    )
+    BK: gl.constexpr = t_q.shape[1]
+    t_dq = gl.allocate_shared_memory(gl.float32, [2, BK, 32], TRANSPOSED)
+    t_dk = gl.allocate_shared_memory(gl.float32, [2, BK, 32], TRANSPOSED)
+    t_dw = gl.allocate_shared_memory(gl.float32, [2, BK, 32], TRANSPOSED)
+    t_over = gl.allocate_shared_memory(gl.float32, [2, BK, 4], gl.SwizzledSharedLayout(1, 1, 1, [0, 1]))
+    for h in gl.static_range(2):
+        t_dq.index(h).store(halves[h][0])
+        t_dk.index(h).store(halves[h][1])
+        t_dw.index(h).store(halves[h][2])
+        t_over.index(h).store(halves[h][3])
+    return NearTiles(near, t_dq, t_dk, t_dw, t_over, t_q, t_k, t_g, logs)
+
+
+@gluon.jit
+def near_pairs_sums(
+    tiles, tokens, gate, outputs, activation, value, column, pid, r,
+    ROLLED: gl.constexpr, SIZES: gl.constexpr, FLAGS: gl.constexpr,
+):  # fmt: skip
+    """Finish both halves of the tokens of a value head; sums of the gradients of A_log, and of dt_bias by channel."""
+    K: gl.constexpr = SIZES.K
+    BT: gl.constexpr = SIZES.BT
+    BK: gl.constexpr = SIZES.K // 2
+    GR: gl.constexpr = SIZES.HV // SIZES.H
+    ACTIVATION: gl.constexpr = FLAGS.ACTIVATION
+    CLAMPED: gl.constexpr = FLAGS.CLAMPED
+    NORM: gl.constexpr = FLAGS.NORM
+    NEAR: gl.constexpr = gl.BlockedLayout([8, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
+    rows = value.rows
+    near_bias = 0.0
+    if gate.dt_bias is not None:
+        o_b = gl.arange(0, BK, layout=gl.SliceLayout(0, NEAR))
+        near_bias = gl.load(gate.dt_bias + value.h * K + column + o_b).to(gl.float32)[None, :]
+    p_dots = tokens.norm_dots
+    if NORM:
+        p_dots = tokens.norm_dots + pid * (2 * BT)
+    sum_A, sum_x = 0.0, gl.zeros([BK], gl.float32, gl.SliceLayout(0, NEAR))
+    if ROLLED:
+        for h in range(2):
+            dA, dx = _near_pairs_half(
+                tiles, h, outputs.sums, pid * 4 + h, r, GR, p_dots, near_bias, activation, rows,
+                ROLLED, ACTIVATION, CLAMPED, NORM, NEAR,
+            )  # fmt: skip
+            sum_A, sum_x = sum_A + dA, sum_x + dx
+    else:
+        for h in gl.static_range(2):
+            dA, dx = _near_pairs_half(
+                tiles, h, outputs.sums, pid * 4 + h, r, GR, p_dots, near_bias, activation, rows,
+                ROLLED, ACTIVATION, CLAMPED, NORM, NEAR,
+            )  # fmt: skip
+            sum_A, sum_x = sum_A + dA, sum_x + dx
+    return sum_A, sum_x
+
+
+@gluon.jit
+def _near_pairs_half(
     tiles,
     h,
     p_sums,
@@ -87,8 +148,8 @@ def near_pairs_half(
         a = exp2(log2_gate(raw, 0.0, activation, True, ACTIVATION))
     else:
         a = exp2(row_block(tiles.logs, h, 32).load(NEAR))
-    dq, dk = tiles.dq.index(h).permute((1, 0)).load(NEAR), tiles.dk.index(h).permute((1, 0)).load(NEAR)
-    dw, over = tiles.dw.index(h).permute((1, 0)).load(NEAR), tiles.over.index(h).permute((1, 0)).load(ROW)
+    dq, dk = (tiles.dq.index(h).permute((1, 0)).load(NEAR), tiles.dk.index(h).permute((1, 0)).load(NEAR))
+    dw, over = (tiles.dw.index(h).permute((1, 0)).load(NEAR), tiles.over.index(h).permute((1, 0)).load(ROW))
     q, k = t_q.load(NEAR).to(gl.float32), t_k.load(NEAR).to(gl.float32)
     dq, dk, dg = _near_pairs(tiles.near, h, q, k, a, dq, dk, dw, over, NEAR)
     if GR > 1:

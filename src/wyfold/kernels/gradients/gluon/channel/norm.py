@@ -61,5 +61,5 @@ def _norm_bwd(p_x, s_x, p_dx, s_dx, coords, dot, L: gl.constexpr, BT: gl.constex
 @gluon.jit
 def reciprocal_norms(p, s, coords, L: gl.constexpr, BT: gl.constexpr, K: gl.constexpr):
     """(sum x^2 + 1e-6)^(-1/2) of whole rows, loaded from global memory.   [BT]"""
-    x, y = load_rows(p, s, coords, 0, L, BT, K // 2), load_rows(p, s, coords, K // 2, L, BT, K // 2)
+    x, y = (load_rows(p, s, coords, 0, L, BT, K // 2), load_rows(p, s, coords, K // 2, L, BT, K // 2))
     return gl.rsqrt(gl.sum(gl.fma(x, x, y * y), axis=1) + 1e-6)

@@ -42,6 +42,19 @@ class Flags(NamedTuple):
     LOGIT: bool
 
 
+class Offsets(NamedTuple):
+    """Numbers of the chunk's tokens, in three layouts.
+
+    Attributes:
+        row, column: Of the rows and the columns of an accumulator.
+        one: Of numbers that are loaded from global memory.
+    """
+
+    row: Any
+    column: Any
+    one: Any
+
+
 class TmaInputs(NamedTuple):
     """TMA descriptors, and this program's coordinates in them.
 
@@ -75,6 +88,8 @@ class Smem(NamedTuple):
         q, k: [2, BT, K/2] halves of K.
         do, e, X: [BT, V].
         S, dS: [V, K/2], one half at a time.
+        numbers: [2 * BT] numbers of tokens.
+        barriers: The barriers.
         values_ready: Barrier of do and e.
         rows_ready: Barrier of X.
         tokens_ready: Barrier of q and k.
@@ -88,6 +103,8 @@ class Smem(NamedTuple):
     X: Any
     S: Any
     dS: Any
+    numbers: Any
+    barriers: Any
     values_ready: Any
     rows_ready: Any
     tokens_ready: Any

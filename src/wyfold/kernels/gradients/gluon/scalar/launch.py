@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wyfold.kernels.gradients.gluon.scalar.arguments import Flags, Heads, Sizes
 from wyfold.kernels.gradients.gluon.scalar.kernel import wyfold_gradients_gluon
-from wyfold.kernels.gradients.gluon.tokens import Outputs
+from wyfold.kernels.gradients.gluon.tokens import copy_wanted, output_views
 from wyfold.kernels.gradients.triton.arguments import Factors
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid
@@ -80,17 +80,7 @@ def gradients(
         heads=Heads(h_q=read_q.stride(2), h_k=read_k.stride(2), h_do=read_do.stride(2)),
         gate=gate_argument(g, A_log, dt_bias, options),
         strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most),
-        outputs=Outputs(
-            dq=out_q,
-            s_dq=out_q.stride(),
-            dk=out_k,
-            s_dk=out_k.stride(),
-            dv=out_v,
-            s_dv=out_v.stride(),
-            dbeta=out.beta,
-            s_dbeta=strides(out.beta),
-            sums=sums,
-        ),
+        outputs=output_views(out_q, out_k, out_v, out.beta, sums),
         dgate=GateGradient(g=out.g, s_g=strides(out.g), A_log=dA_log, dt_bias=ddt_bias),
         packing=Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),
         factors=Factors(options.scale, options.unit, options.unit * float(options.erases)),
@@ -109,9 +99,7 @@ def gradients(
         ),
         **config.options(),
     )
-    for to, (requested, _) in zip((out_q, out_k, out_v), wanted, strict=True):
-        if requested is not None and requested is not to:
-            requested.copy_(to)
+    copy_wanted((out_q, out_k, out_v), [requested for requested, _ in wanted])
     if out.A_log is not None and dA_log is not None:
         out.A_log.copy_(dA_log.sum(0).view_as(out.A_log))
     if out.dt_bias is not None and ddt_bias is not None:

@@ -6,7 +6,29 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from wyfold.kernels.gradients.gluon.scalar.arguments import Smem
 from wyfold.tile.index.gluon import barrier, reinterpret, tma_load
+
+
+@gluon.jit
+def allocate(x_q, x_k, x_do, x_e, x_X, x_S, x_dS, V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr):
+    """Allocate the shared memory of a program, and initialise its barriers."""
+    s_q = gl.allocate_shared_memory(x_q.dtype, [2, BT, BK], x_q.layout)
+    s_k = gl.allocate_shared_memory(x_k.dtype, [2, BT, BK], x_k.layout)
+    s_do = gl.allocate_shared_memory(x_do.dtype, [BT, V], x_do.layout)
+    s_e = gl.allocate_shared_memory(x_e.dtype, [BT, V], x_e.layout)
+    s_X = gl.allocate_shared_memory(x_X.dtype, [BT, V], x_X.layout)
+    s_S = gl.allocate_shared_memory(x_S.dtype, [V, BK], x_S.layout)
+    s_dS = gl.allocate_shared_memory(x_dS.dtype, [V, BK], x_dS.layout)
+    numbers = gl.allocate_shared_memory(gl.float32, [2 * BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    bars = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(4):
+        mbarrier.init(bars.index(i), count=1)
+    fence_async_shared()
+    barrier()
+    return Smem(
+        s_q, s_k, s_do, s_e, s_X, s_S, s_dS, numbers, bars, bars.index(0), bars.index(1), bars.index(2), bars.index(3)
+    )
 
 
 @gluon.jit
