@@ -42,6 +42,7 @@ from wyfold.integrations.fla.low_rank import (
     fused_recurrent_iplr_delta_rule,
 )
 from wyfold.integrations.fla.modules import GatedMLP, L2Norm, RMSNorm, ShortConvolution
+from wyfold.integrations.fla.path_layer import PaTHAttention
 from wyfold.integrations.fla.pieces import (
     causal_conv1d,
     chunk_scaled_dot_kkt_fwd,
@@ -78,6 +79,7 @@ __all__ = [
     "GatedMLP",
     "KimiDeltaAttention",
     "L2Norm",
+    "PaTHAttention",
     "RMSNorm",
     "RWKV7Attention",
     "Report",

@@ -20,8 +20,8 @@ class FLALayer(CacheLayerMixin):
     """States of one layer, and the number of tokens they have seen.
 
     Attributes:
-        state: Mapping of `recurrent_state`, `conv_state` and `ffn_state` (`attn_state` is always None); None before the
-            first update.
+        state: Mapping of `recurrent_state`, `conv_state`, `ffn_state` and `attn_state`, which is a mapping of what
+            `PaTHAttention` keeps, or None; None before the first update.
     """
 
     is_compileable = False
@@ -37,7 +37,7 @@ class FLALayer(CacheLayerMixin):
 
     def update(self, *, offset: int = 1, cache_kwargs: object = None, **states: Any) -> State:
         """Replace the given states, keep the others, and count `offset` tokens."""
-        if states.get("attn_state") is not None:
+        if not isinstance(states.get("attn_state"), dict | None):
             raise UnsupportedError(
                 "Cache.update: attn_state is not offered", {"wyfold": "keys and values go into a transformers cache"}
             )
@@ -136,7 +136,7 @@ class Cache(transformers.Cache):
         """Replace the given states of a layer, keep the others, and count `offset` new tokens.
 
         Raises:
-            UnsupportedError: attn_state is given; there is no attention layer here.
+            UnsupportedError: attn_state holds keys and values as fla's layers keep them.
         """
         while len(self.layers) <= layer_idx:
             self.layers.append(FLALayer())

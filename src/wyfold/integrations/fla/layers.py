@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from wyfold.integrations.fla.gdn2_layer import GatedDeltaNet2 as GatedDeltaNet2
 from wyfold.integrations.fla.gla import GatedLinearAttention as GatedLinearAttention
 from wyfold.integrations.fla.mixer import Mixer, output_norm, step_bias, undecayed, whole
+from wyfold.integrations.fla.path_layer import PaTHAttention as PaTHAttention
 from wyfold.integrations.fla.recurrences import (
     Result,
     chunk_delta_rule,
@@ -32,7 +33,7 @@ from wyfold.runtime import check
 
 NAMES = (
     "DeltaNet", "GatedDeltaNet", "GatedDeltaNet2", "GatedDeltaProduct", "GatedLinearAttention", "KimiDeltaAttention",
-    "RWKV7Attention",
+    "PaTHAttention", "RWKV7Attention",
 )  # fmt: skip
 """Names of all layers."""
 

@@ -212,6 +212,7 @@ MODULES: dict[str, _Names] = {
     "fla.layers.gdn2": _of(layers, "GatedDeltaNet2"),
     "fla.layers.gla": _of(gla, "GatedLinearAttention"),
     "fla.layers.kda": _of(layers, "KimiDeltaAttention"),
+    "fla.layers.path_attn": _of(layers, "PaTHAttention"),
     "fla.layers.rwkv7": _of(layers, "RWKV7Attention"),
     "fla.layers.utils": _of(
         padding,
