@@ -46,7 +46,20 @@ def recorded(monkeypatch) -> dict[str, tuple]:
     return seen
 
 
-@pytest.mark.parametrize("name, final", [*((name, n % 2 == 0) for n, name in enumerate(CALLS)), ("deltanet", False)])
+VARIANTS = "gdn, packed, states", "gdn, kept factors", "kda, 16 bits", "recurrent deltanet", "recurrent gdn"
+"""Calls whose options other calls have too."""
+
+
+@pytest.mark.parametrize(
+    "name, final",
+    [
+        *(
+            pytest.param(name, n % 2 == 0, marks=[pytest.mark.release] if name in VARIANTS else [])
+            for n, name in enumerate(CALLS)
+        ),
+        ("deltanet", False),
+    ],
+)
 def test_both_directions(name: str, final: bool, recorded, results):
     op, drawn, options = CALLS[name]
     rule = op.removeprefix("chunk_").removeprefix("fused_recurrent_")

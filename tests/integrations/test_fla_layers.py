@@ -94,7 +94,9 @@ def test_layers_run_under_autocast(name: str):
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in layer.parameters())
 
 
-@pytest.mark.parametrize("name", ["delta", "gdn", "kda"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("delta", marks=pytest.mark.release), pytest.param("gdn", marks=pytest.mark.release), "kda"]
+)
 def test_layers_compile_as_one_graph(name: str):
     layer = made(name).train()
     cases.fill(layer)

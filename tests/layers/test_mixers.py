@@ -143,7 +143,14 @@ def test_one_graph(build, x, name):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("name", ["gated_delta_product", "rwkv7", "ttt_linear"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("gated_delta_product", marks=pytest.mark.release),
+        "rwkv7",
+        pytest.param("ttt_linear", marks=pytest.mark.release),
+    ],
+)
 def test_one_graph_with_its_gradients(build, x, name, same_gradients, float64_bounds):
     """Forward and backward of packed rows as one graph; the model's test compiles dense rows of all mixers.
 

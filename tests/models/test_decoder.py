@@ -125,7 +125,9 @@ def test_gradients_pass_through_the_cache(model, ids, float64_bounds):
 @pytest.mark.long
 # Dynamo instantiates each traced autograd.Function, which PyTorch deprecates.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    "packed", [pytest.param(False, id="dense"), pytest.param(True, id="packed", marks=pytest.mark.release)]
+)
 def test_one_graph_with_its_gradients(model, ids, packed, float64_bounds):
     """All mixers, the loss and the backward as one graph.
 

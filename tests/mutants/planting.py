@@ -38,7 +38,7 @@ class Mutant(NamedTuple):
         old, new: The text and its replacement.
         killer: Test that fails with the fault, as pytest names it, below `tests`.
         interpreted: Whether the test runs kernels in Triton's interpreter.
-        quick: Whether `make test` plants it.
+        quick: Whether `make test` or `make compile` plants it.
     """
 
     fault: str

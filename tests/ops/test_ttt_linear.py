@@ -953,7 +953,14 @@ def registered_call(form: str) -> tuple[Any, ...]:
     return (*tokens, *state, cu, *options)
 
 
-@pytest.mark.parametrize("form", ["chunk dense", "chunk packed", "recurrent packed"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param("chunk dense", marks=pytest.mark.release),
+        "chunk packed",
+        pytest.param("recurrent packed", marks=pytest.mark.release),
+    ],
+)
 def test_opcheck(form: str):
     given = registered_call(form)
     torch.library.opcheck(torch.ops.wyfold.ttt_fwd.default, given)

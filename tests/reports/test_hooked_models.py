@@ -80,10 +80,8 @@ def hooked_then_compiled(model: Any) -> Callable[[], Any]:
 
 
 EAGER = [hooked, dispatched]
-BEFORE, ANY_ORDER = (
-    [*EAGER, *(pytest.param(wrap, marks=pytest.mark.long) for wrap in compiled)]
-    for compiled in ([compiled_forward, hooked_then_compiled], [compiled_module])
-)
+BEFORE = [*EAGER, hooked_then_compiled, pytest.param(compiled_forward, marks=pytest.mark.release)]
+ANY_ORDER = [*EAGER, compiled_module]
 
 
 def error(logits: Tensor, expected: Tensor) -> float:
