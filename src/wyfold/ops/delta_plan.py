@@ -207,8 +207,8 @@ def with_backend(
         kernel_copies=alignment_copies(q=q, k=k, g=g if channel else None, a=a, b=b) if copied else (),
         keys=keys,
         trials=trials,
-        # Of the low-rank rules, only these chunks have run.
-        unrun=options.rule != "delta" and chunked and options.chunk_size != BACKWARD_CHUNK,
+        # Of the low-rank rules, shorter chunks have never run.
+        unrun=options.rule != "delta" and chunked and options.chunk_size < BACKWARD_CHUNK,
     )
     return options._replace(backend=plan.backend)
 

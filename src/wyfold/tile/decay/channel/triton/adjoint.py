@@ -40,7 +40,6 @@ class GatedRows(NamedTuple):
         q, k: [NB, NEAR, BK] normalised rows.
         a: [NB, NEAR, BK] decays of the tokens.
         first, rest: [NB, BK] log gate of a sub-chunk's first row, and of the rows after it.
-        c: [NB, NEAR, BK] columns, or None: they are k.
     """
 
     q: Any
@@ -48,7 +47,6 @@ class GatedRows(NamedTuple):
     a: Any
     first: Any
     rest: Any
-    c: Any = None
 
 
 class RowGradients(NamedTuple):
@@ -67,20 +65,18 @@ class RowGradients(NamedTuple):
 
 
 class PairRows(NamedTuple):
-    """Rows and columns whose decayed grams `channel_bwd` differentiates.
+    """Rows whose decayed grams with k `channel_bwd` differentiates; the gram of k has no diagonal.
 
     Attributes:
         q, k: [NB, NEAR, BK] normalised rows.
-        c: [NB, NEAR, BK] columns, or None: they are k, and the gram of k has no diagonal.
     """
 
     q: Any
     k: Any
-    c: Any = None
 
 
 @triton.jit
-def channel_bwd(rows, b_g, memory, b_dq, b_dk, b_dc_write, b_carried, OP: tl.constexpr, PRECISION: tl.constexpr):
+def channel_bwd(rows, b_g, memory, b_dq, b_dk, b_dk_write, b_carried, OP: tl.constexpr, PRECISION: tl.constexpr):
     """Adjoint of all terms that a channel gate decays, for some channels: reads, writes, the state, and the grams.
 
     Tiles are in sub-chunks of NEAR rows, with all rows of a column in one thread. Between sub-chunks the grams are
@@ -92,70 +88,41 @@ def channel_bwd(rows, b_g, memory, b_dq, b_dk, b_dc_write, b_carried, OP: tl.con
         rows: `PairRows`.
         b_g: [NB, NEAR, BK] log gate to base 2.
         memory: A `PairMemory`.
-        b_dq, b_dk, b_dc_write: [BT, BK] gradients of the rows decayed from the start, and of the columns decayed to
-            the end.
+        b_dq, b_dk, b_dk_write: [BT, BK] gradients of the rows decayed from the start, and of the keys decayed to the
+            end.
         b_carried: [BK] entering state times the leaving one's gradient, summed over V.
 
     Returns:
-        dq, dk of the normalised rows, that of the columns if they are not k, and dg of the per-token log gate in
-        interval form: [NB, NEAR, BK] each.
+        dq, dk of the normalised rows, and dg of the per-token log gate in interval form: [NB, NEAR, BK] each.
     """
+    b_q, b_k = rows.q, rows.k
     b_dq, b_dk = to_near_rows(b_dq, memory), to_near_rows(b_dk, memory)
-    b_dq, b_dk, b_over = reads_bwd(rows, b_g, b_dq, b_dk, b_carried)
-    return column_bwd(rows, b_g, memory, b_dq, b_dk, b_over, b_dc_write, OP, PRECISION)
-
-
-@triton.jit
-def reads_bwd(rows, b_g, b_dq, b_dk, b_carried):
-    """The terms of the entering state in `channel_bwd`.
-
-    Args:
-        rows: `PairRows`; their columns are not used.
-        b_g, b_carried: As of `channel_bwd`.
-        b_dq, b_dk: [NB, NEAR, BK] gradients of the rows decayed from the start.
-
-    Returns:
-        dq and dk, [NB, NEAR, BK], and dg of the intervals that span a sub-chunk, [NB, BK].
-    """
     NB: tl.constexpr = b_g.shape[0]
     i_n = tl.arange(0, NB)
     start, end = i_n * 0, i_n * 0 + NB
     b_first = sub_chunk_row(b_g, 0)
-    b_sum = b_first + tl.sum(tl.where(tl.arange(0, NEAR)[None, :, None] == 0, 0.0, b_g), axis=1)
+    b_rest = tl.sum(tl.where(tl.arange(0, NEAR)[None, :, None] == 0, 0.0, b_g), axis=1)
+    b_sum = b_first + b_rest
     b_before, b_after = sum_over(b_sum, start, i_n, NB), sum_over(b_sum, i_n + 1, end, NB)
-    b_decay = decays_since(tl.exp2(b_before + b_first), tl.exp2(b_g))
+    b_start, b_a = tl.exp2(b_before + b_first), tl.exp2(b_g)
+    b_decay = decays_since(b_start, b_a)
     b_dq, b_dk = b_dq * b_decay, b_dk * b_decay
     b_over = b_carried[None, :] * tl.exp2(b_before + b_sum + b_after)
-    return b_dq, b_dk, b_over + sum_over(tl.sum(tl.fma(rows.q, b_dq, rows.k * b_dk), axis=1), i_n + 1, end, NB)
-
-
-@triton.jit
-def column_bwd(rows, b_g, memory, b_dq, b_dk, b_over, b_dc_write, OP: tl.constexpr, PRECISION: tl.constexpr):
-    """The terms of the columns in `channel_bwd`, added to those of the entering state, `reads_bwd`."""
-    b_q, b_k, b_c = rows.q, rows.k, rows.k if rows.c is None else rows.c
-    NB: tl.constexpr = b_g.shape[0]
-    i_n = tl.arange(0, NB)
-    b_a = tl.exp2(b_g)
-    b_first = sub_chunk_row(b_g, 0)
-    b_rest = tl.sum(tl.where(tl.arange(0, NEAR)[None, :, None] == 0, 0.0, b_g), axis=1)
-    b_after = sum_over(b_first + b_rest, i_n + 1, i_n * 0 + NB, NB)
-    b_dkc = to_near_rows(b_dc_write, memory) * decays_until(tl.exp2(b_after), b_a)
-    b_over += sum_over(tl.sum(b_c * b_dkc, axis=1), i_n * 0, i_n, NB)
+    b_over += sum_over(tl.sum(tl.fma(b_q, b_dq, b_k * b_dk), axis=1), i_n + 1, end, NB)
+    b_dkc = to_near_rows(b_dk_write, memory) * decays_until(tl.exp2(b_after), b_a)
+    b_over += sum_over(tl.sum(b_k * b_dkc, axis=1), start, i_n, NB)
     for level in tl.static_range(3):
         if NB >> (level + 1) > 0:
             b_dq, b_dk, b_dkc, b_over = add_half_pairs(
                 memory,
-                GatedRows(b_q, b_k, b_a, b_first, b_rest, rows.c),
+                GatedRows(b_q, b_k, b_a, b_first, b_rest),
                 RowGradients(b_dq, b_dk, b_dkc, b_over),
                 NB >> (level + 1),
                 OP,
                 PRECISION,
             )
-    b_dg = sums_inside(tl.fma(b_q, b_dq, b_k * b_dk), b_c * b_dkc, b_over)
-    if rows.c is None:
-        return add_near_pairs(memory, rows, b_a, b_dq, b_dk + b_dkc, None, b_dg, NB)
-    else:
-        return add_near_pairs(memory, rows, b_a, b_dq, b_dk, b_dkc, b_dg, NB)
+    b_dg = sums_inside(tl.fma(b_q, b_dq, b_k * b_dk), b_k * b_dkc, b_over)
+    return add_near_pairs(memory, rows, b_a, b_dq, b_dk + b_dkc, b_dg, NB)
 
 
 @triton.jit
@@ -190,10 +157,7 @@ def add_half_pairs(memory, rows, sums, H: tl.constexpr, OP: tl.constexpr, PRECIS
     b_border = tl.exp2(b_border)
     b_decay = tl.where(later[:, None, None], decays_since(b_border, rows.a), decays_until(b_border, rows.a))
     # Later rows meet earlier columns, and the other way round.
-    b_k = rows.k
-    if rows.c is not None:
-        b_k = tl.where(later[:, None, None], rows.k, rows.c)
-    b_kd, b_qd = (b_k * b_decay).reshape(BT, BK), (rows.q * -b_decay).reshape(BT, BK)
+    b_kd, b_qd = (rows.k * b_decay).reshape(BT, BK), (rows.q * -b_decay).reshape(BT, BK)
     b_dqh = mm(load_half_pairs(memory.pairs, memory.i_tile, 1, H, NB), b_kd, None, OP, PRECISION)
     b_dkh = mm(load_half_pairs(memory.pairs, memory.i_tile, 0, H, NB), b_kd, None, OP, PRECISION)
     # A separate product, subtracted below: chained into one accumulator, its layout suits eight warps badly.
@@ -202,7 +166,7 @@ def add_half_pairs(memory, rows, sums, H: tl.constexpr, OP: tl.constexpr, PRECIS
     b_dkh = to_near_rows(b_dkh - b_dkp, memory) * b_decay
     b_over = sums.over
     if H > 1:
-        b_products = tl.sum(tl.fma(rows.q, b_dqh, b_k * b_dkh), axis=1)
+        b_products = tl.sum(tl.fma(rows.q, b_dqh, rows.k * b_dkh), axis=1)
         b_over += sum_over(b_products, tl.where(later, i_n + 1, half), tl.where(later, half + H, i_n), NB)
     b_later = tl.where(later, 1.0, 0.0)[:, None, None]
     return sums.q + b_dqh, sums.k + b_later * b_dkh, sums.kc + (1.0 - b_later) * b_dkh, b_over

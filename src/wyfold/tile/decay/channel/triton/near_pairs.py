@@ -47,7 +47,7 @@ def load_near_pairs(p_near, i_tile, s: tl.constexpr, NB: tl.constexpr):
 
 
 @triton.jit
-def add_near_pairs(memory, rows, b_a, b_dq, b_dk, b_dc, b_dg, NB: tl.constexpr):
+def add_near_pairs(memory, rows, b_a, b_dq, b_dk, b_dg, NB: tl.constexpr):
     """Add the pairs inside sub-chunks to the gradients: no anchors, each decay is a product over the tokens between.
 
         z[s, r] = k[s] a[s + 1] ... a[r]                 key s decayed to row r
@@ -57,19 +57,14 @@ def add_near_pairs(memory, rows, b_a, b_dq, b_dk, b_dc, b_dg, NB: tl.constexpr):
         dq[r] += sum_{s<=r} dP[r, s] z[s, r]     dk[r] += sum_{s<r} dJ[r, s] z[s, r]
         dk[s] += dP[s, s] q[s] + a[s + 1] b[s, s + 1]     dg[i] += sum_{s<i} z[s, i] b[s, i]
 
-    Columns that are not k take the place of k[s] and dk[s], and dJ then has a diagonal. A thread holds all rows of its
-    columns, so threads exchange no data here.
+    A thread holds all rows of its columns, so threads exchange no data here.
     """
     q_rows, k_rows, a_rows = sub_chunk_rows(rows.q), sub_chunk_rows(rows.k), sub_chunk_rows(b_a)
     for s in tl.static_range(NEAR):
-        b_z = sub_chunk_row(rows.k if rows.c is None else rows.c, s)
+        b_z = sub_chunk_row(rows.k, s)
         dP_rows, dJ_rows = load_near_pairs(memory.near, memory.i_tile, s, NB)
         b_dq = add_row(b_dq, s, dP_rows[0] * b_z)
-        if rows.c is None:
-            b_dk = add_row(b_dk, s, dP_rows[0] * q_rows[s])
-        else:
-            b_dk = add_row(b_dk, s, dJ_rows[0] * b_z)
-            b_dc = add_row(b_dc, s, tl.fma(dP_rows[0], q_rows[s], dJ_rows[0] * k_rows[s]))
+        b_dk = add_row(b_dk, s, dP_rows[0] * q_rows[s])
         z_rows, u_rows = (), ()
         for r in tl.static_range(s + 1, NEAR):
             b_dP, b_dJ = dP_rows[r - s], dJ_rows[r - s]
@@ -82,14 +77,8 @@ def add_near_pairs(memory, rows, b_a, b_dq, b_dk, b_dc, b_dg, NB: tl.constexpr):
             b_b += u_rows[NEAR - 2 - s - i]
             b_dg = add_row(b_dg, NEAR - 1 - i, z_rows[NEAR - 2 - s - i] * b_b)
             b_b *= a_rows[NEAR - 1 - i]
-        if rows.c is None:
-            b_dk = add_row(b_dk, s, b_b)
-        else:
-            b_dc = add_row(b_dc, s, b_b)
-    if rows.c is None:
-        return b_dq, b_dk, b_dg
-    else:
-        return b_dq, b_dk, b_dc, b_dg
+        b_dk = add_row(b_dk, s, b_b)
+    return b_dq, b_dk, b_dg
 
 
 @triton.jit
