@@ -3,12 +3,9 @@
 Where a line budget is exceeded, a tile function, record or file is missing. Denser lines are no remedy
 (docs/architecture.md).
 
-Two kinds of overruns are left, because a remedy would cost more than they do:
-
-- A combine function of `tl.reduce` has two parameters for each tile that is reduced. One reduction of eight tiles
-  (`add_eight`) has one exchange between threads; two of four tiles have two.
-- An `eager.py` with a recurrence and its adjoint is about 100 lines: two loops over tokens, and the `Args:` of both.
-  One file shows that the second is the reverse of the first.
+One kind of overrun is left, because a remedy would cost more than it does: a combine function of `tl.reduce` has two
+parameters for each tile that is reduced. One reduction of eight tiles (`add_eight`) has one exchange between threads;
+two of four tiles have two.
 """
 
 import ast

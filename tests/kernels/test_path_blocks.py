@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from wyfold.kernels.path_blocks import eager
 from wyfold.kernels.path_blocks.eager import (
+    chunks,
     path_blocks,
     path_blocks_bwd,
     path_cache,
@@ -83,7 +83,7 @@ def leaves(*tensors: Tensor) -> list[Tensor]:
 
 def test_adjoints_of_chunks_and_blocks(tiles: PathTiles, float64_bounds, monkeypatch: pytest.MonkeyPatch):
     # Autograd cannot pass the substitution, which works in place.
-    monkeypatch.setattr(eager, "inverse", lambda L: torch.linalg.inv(L + torch.eye(C, dtype=L.dtype)))
+    monkeypatch.setattr(chunks, "inverse", lambda L: torch.linalg.inv(L + torch.eye(C, dtype=L.dtype)))
     q, k, v, w, beta = inputs = leaves(*tiles[:5])
     past = PathPast(*leaves(normal(R, 5, K)), normal(R, 5, V), normal(R, G, 5))
     call = made(PathTiles(q, k, v, w, beta, None), past)

@@ -188,7 +188,7 @@ EAGER_KERNELS = (
     ),
     Mutant(
         "a skipped sequence stores its state",
-        "kernels/state_pool/eager.py",
+        "kernels/state_pool/eager/states.py",
         "leave",
         "kept = live & is_slot",
         "kept = is_slot",
@@ -197,7 +197,7 @@ EAGER_KERNELS = (
     ),
     Mutant(
         "the padding slot is a slot",
-        "kernels/state_pool/eager.py",
+        "kernels/state_pool/eager/slots.py",
         "is_slot",
         "slot > pad",
         "slot >= pad",
@@ -221,7 +221,7 @@ EAGER_KERNELS = (
     ),
     Mutant(
         "the query's gradient lacks the token's own write",
-        "kernels/recurrent/eager.py",
+        "kernels/recurrent/eager/backward.py",
         "_run_bwd",
         " + k[:, t] * (y * do[:, t]).sum(-1, keepdim=True)",
         "",
@@ -229,7 +229,7 @@ EAGER_KERNELS = (
     ),
     Mutant(
         "the key's gradient lacks its write into the state",
-        "kernels/gradients/eager.py",
+        "kernels/gradients/eager/chunks.py",
         "gradients",
         ".add_(dk_write)",
         "",
@@ -238,7 +238,7 @@ EAGER_KERNELS = (
     ),
     Mutant(
         "the logits' gradient lacks the factor of negative eigenvalues",
-        "kernels/gradients/eager.py",
+        "kernels/gradients/eager/tokens.py",
         "unload",
         ".mul_(options.beta_most)",
         "",

@@ -52,9 +52,6 @@ def run(args: argparse.Namespace) -> int:
         parse_lists(args)
         results.ready(args.out)
 
-    import torch
-
-    from wyfold.cli.bench import memory, timing
     from wyfold.cli.bench.precompile import compile_here
     from wyfold.cli.bench.resume import resumed
     from wyfold.cli.bench.runner import BenchSession, measure
@@ -76,6 +73,30 @@ def run(args: argparse.Namespace) -> int:
     session = BenchSession(
         sum(len(group) for group in cases), args.rounds, kind == "cuda" and "graph" in args.mode, args.cold
     )
+    record = _record(args, cases, peers, kind)
+    stem = _stem(args, record, cases)
+    if args.resume:
+        record["rows"], cases = resumed(args.resume, record, cases)
+        session.cases = sum(len(group) for group in cases)
+    if world is not None:
+        return _over_ranks(args, cases, peers, record, stem, world)
+    _run_all(args, cases, peers, record, stem, session)
+    tables.report(record["rows"], record["ratios"])
+    if args.out:
+        results.say(f"wrote {args.out / stem}.json")
+        tables.chart(args.out / f"{stem}.png", record["rows"])
+    for case in record["lost"]:
+        print(f"not measured: {case['case']}: {case['error']}")
+    failed = any(row["failed"] for row in record["rows"] if row["contender"] == OURS)
+    return FAILED if failed or record["lost"] else DONE
+
+
+def _record(args: argparse.Namespace, cases: list[list[Case]], peers: list[Peer], kind: str) -> dict[str, Any]:
+    """The report of a run that has measured nothing yet: where it runs, with what, and by which method."""
+    import torch
+
+    from wyfold.cli.bench import memory, timing
+
     ops = [] if args.suite else list(dict.fromkeys(group[0].op for group in cases))
     record = {
         **results.provenance("bench", [*ops, *command_words(args)]),
@@ -94,21 +115,7 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.commit and record["modified"] is not False:
         record["commit"] = args.commit
-    stem = _stem(args, record, cases)
-    if args.resume:
-        record["rows"], cases = resumed(args.resume, record, cases)
-        session.cases = sum(len(group) for group in cases)
-    if world is not None:
-        return _over_ranks(args, cases, peers, record, stem, world)
-    _run_all(args, cases, peers, record, stem, session)
-    tables.report(record["rows"], record["ratios"])
-    if args.out:
-        results.say(f"wrote {args.out / stem}.json")
-        tables.chart(args.out / f"{stem}.png", record["rows"])
-    for case in record["lost"]:
-        print(f"not measured: {case['case']}: {case['error']}")
-    failed = any(row["failed"] for row in record["rows"] if row["contender"] == OURS)
-    return FAILED if failed or record["lost"] else DONE
+    return record
 
 
 def _over_ranks(

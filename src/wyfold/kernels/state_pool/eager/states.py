@@ -1,4 +1,4 @@
-"""`enter`, `leave` and `leave_between` in PyTorch."""
+"""States to and from the slots of a pool."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from wyfold.kernels.records import Slots
+from wyfold.kernels.state_pool.eager.slots import entered, is_slot, spans
 from wyfold.runtime.chunk_layout import ChunkGrid
 
 
@@ -67,7 +68,7 @@ def leave_each(states: Tensor, slots: Slots, pool: Tensor, grid: ChunkGrid, o: T
     """`leave` for the states [tokens, HV, ., .] after every token; that after token j goes to the slot in column j."""
     columns = slots.source if slots.target is None else slots.target
     _, live = entered(slots, grid.sequences, pool)
-    begin, length = _spans(grid, pool.device)
+    begin, length = spans(grid, pool.device)
     for j, target in enumerate(() if columns is None else columns.to(torch.int64).unbind(1)):
         kept = live & is_slot(target, pool, slots.pad) & (length > j)
         pool[target[kept]] = states[begin[kept] + j].to(pool.dtype)
@@ -78,31 +79,6 @@ def _clear(live: Tensor, grid: ChunkGrid, o: Tensor) -> None:
     if grid.cu is None:
         o[~live] = 0
         return
-    begin, length = _spans(grid, o.device)
+    begin, length = spans(grid, o.device)
     for n in (~live).nonzero().flatten().tolist():
         o[0, begin[n] : begin[n] + length[n]] = 0
-
-
-def entered(slots: Slots, sequences: int, pool: Tensor) -> tuple[Tensor, Tensor]:
-    """[N] slot that each sequence enters from, and whether that slot is live."""
-    slot = torch.arange(sequences, device=pool.device)
-    if slots.source is not None:
-        column = torch.zeros_like(slot)
-        if slots.accepted is not None:
-            column = (slots.accepted.to(torch.int64) - 1).clamp(0, slots.source.shape[1] - 1)
-        slot = slots.source.to(torch.int64).gather(1, column[:, None])[:, 0]
-    return slot, is_slot(slot, pool, slots.pad)
-
-
-def is_slot(slot: Tensor, pool: Tensor, pad: int) -> Tensor:
-    """Whether each number is a slot of the pool."""
-    return (slot > pad) & (slot < pool.shape[0])
-
-
-def _spans(grid: ChunkGrid, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[N] first token of each sequence in the call's buffer, and its number of tokens."""
-    if grid.cu is None:
-        begin = torch.arange(grid.sequences, device=device) * grid.tokens
-        return begin, torch.full_like(begin, grid.tokens)
-    cu = grid.cu[: grid.sequences + 1]
-    return cu[:-1], cu.diff()
