@@ -109,17 +109,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="all",
         help="comma-separated names, all, or none; fla:safe_gate selects a variant of a peer (default: all installed)",
     )
+    _add_how(parser)
+
+
+def _add_how(parser: argparse.ArgumentParser) -> None:
+    """Add the options for ranks, device, repetitions and output files."""
+    usual = DEVICE_DEFAULTS["cpu"], DEVICE_DEFAULTS["cuda"]
     parser.add_argument(
         "--ranks",
         default="",
         help="under torchrun: numbers of ranks that share a sequence, comma-separated (default: 1, 2, 4 .. and all)",
     )
-    _add_how(parser)
-
-
-def _add_how(parser: argparse.ArgumentParser) -> None:
-    """Add the options for device, repetitions and output files."""
-    usual = DEVICE_DEFAULTS["cpu"], DEVICE_DEFAULTS["cuda"]
     parser.add_argument("--device", type=device, help="PyTorch device (default: a GPU if there is one)")
     add_backend(parser)
     add_threads(parser)
