@@ -175,7 +175,11 @@ def wyfold_path_attention_triton(
     own, keys, past, out, packing, N, T, per_sequence, skipped, S, factor,
     SIZES: tl.constexpr, PACKED: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of one chunk of one query head."""
+    """Outputs of one chunk of one query head.
+
+    Programs of a head follow each other, so that the GPU's cache holds its keys, and begin with the last chunk, which
+    has the most keys.
+    """
     H: tl.constexpr = SIZES.H
     HQ: tl.constexpr = SIZES.HQ
     K: tl.constexpr = SIZES.K
@@ -184,8 +188,9 @@ def wyfold_path_attention_triton(
     BK: tl.constexpr = SIZES.BK
     BV: tl.constexpr = SIZES.BV
     BLOCK: tl.constexpr = SIZES.BLOCK
-    i_tile = tl.program_id(0).to(tl.int64)
-    i_c, i_q = i_tile // HQ, i_tile % HQ
+    chunks = tl.num_programs(0) // HQ
+    i_tile = tl.program_id(0)
+    i_q, i_c = (i_tile // chunks).to(tl.int64), (chunks - 1 - i_tile % chunks).to(tl.int64)
     i_h = i_q // (HQ // H)
     i_n, i_s, b, t, rows = chunk_span(i_c, packing, T, per_sequence, PACKED, BT)
     if PACKED:
@@ -197,6 +202,7 @@ def wyfold_path_attention_triton(
     queried = t + o_r >= skipped
     offsets, mask = token_offsets(own.s_q, TokenRows(b, t - skipped, rows), i_q, 0, K, BT, BK)
     b_q = tl.load(own.q + offsets, mask=mask & queried[:, None], other=0.0)
+    b_x = b_q.to(tl.float32)
 
     if keys.g is None:  # the factor is left to be multiplied together with the subtraction of the largest logit
         left = factor.logit_scale
@@ -218,7 +224,7 @@ def wyfold_path_attention_triton(
     b_p = weights(b_s, left, -b_most[:, None])
     b_sum = tl.sum(b_p, 1)
     b_o = mm(b_p, load_rows(keys.v, token, i_h, rows, H, V, BT, BV), None, OP, PRECISION)
-    b_x = b_q.to(tl.float32) - mm_exact(b_P, load_rows(keys.W, token, i_h, rows, H, K, BT, BK), None, EXACT)
+    b_x -= mm_exact(b_P, load_rows(keys.W, token, i_h, rows, H, K, BT, BK), None, EXACT)
 
     # The chunks before it in its block.
     for near in tl.range(i_s % BLOCK, num_stages=1):
