@@ -637,12 +637,12 @@ CALLS = (
     Call("chunk_kda, gate inside", packed=True),
     Call("chunk_kda", K=256, V=256, wrt=("initial_state",)),
     Call("chunk_delta_rule", K=24, V=40, options=(("chunk_size", 32),)),
-    Call("chunk_gated_delta_rule", "float16", 64, 64, tested=HOPPER + ADA),
+    Call("chunk_gated_delta_rule", "float16", 64, 64, tested=HOPPER),
     Call("chunk_gated_delta_rule", "float32", options=GPU_CHUNKS),
     Call("chunk_kda, bounded gate", "float16", 64, 64, options=(("chunk_size", 16),)),
     Call("chunk_kda", "float32", 64, 64),
     Call("chunk_kda, gate inside", packed=True, wrt=("initial_state",), segments=8),
-    Call("chunk_gated_delta_rule", "float32", 64, 64, wrt=("initial_state",), segments=4, tested=HOPPER),
+    Call("chunk_gated_delta_rule", "float32", 64, 64, wrt=("initial_state",), segments=4, tested=HOPPER + ADA),
     *(
         Call("chunk_ttt_linear", dtype, D, D, options=(("chunk_size", C),), packed=packed, tested=tested)
         for dtype, D, C, packed, tested in (
