@@ -33,7 +33,11 @@ def test_segments(device, guarded, results):
         require(*verdicts("gla", a, "both", "random", device, guarded, results))
 
 
-@pytest.mark.parametrize(("dtype", "scalar"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "scalar"),
+    [(torch.float32, True), pytest.param(torch.bfloat16, False, marks=pytest.mark.release_if_interpreted)],
+    ids=str,
+)
 def test_packed_is_separate_and_repeats(dtype: torch.dtype, scalar: bool, device, results):
     borders = [0, 17, 17, 35, 36]
     a = call(device, Shape(1, 39, 1, 2, 24, 16), 4, dtype=dtype)

@@ -68,7 +68,12 @@ def require_accurate(name: str, a: dict[str, Any], device, guarded, results, **o
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *((name, FP32) for name in RULES),
+        *(
+            pytest.param(
+                name, FP32, marks=[] if name != "chunk_iplr_delta_rule" else pytest.mark.release_if_interpreted
+            )
+            for name in RULES
+        ),
         # One rule with two columns and one with one.
         *((f"chunk_{rule}", dtype) for dtype in (BF16, FP16) for rule in ("dplr_delta_rule", "comba")),
     ],
@@ -80,7 +85,11 @@ def test_every_rule_and_dtype(name: str, dtype: torch.dtype, device, guarded, re
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("fused_recurrent_dplr_delta_rule", FP32), ("fused_recurrent_gdn2", BF16), ("fused_recurrent_comba", FP32)],
+    [
+        pytest.param("fused_recurrent_dplr_delta_rule", FP32, marks=pytest.mark.release_if_interpreted),
+        ("fused_recurrent_gdn2", BF16),
+        ("fused_recurrent_comba", FP32),
+    ],
     ids=str,
 )
 def test_token_by_token(name: str, dtype: torch.dtype, device, guarded, results):

@@ -19,7 +19,8 @@ RULES = ("delta_rule", "gated_delta_rule", "kda")
 pytestmark = pytest.mark.usefixtures("short_blocks")
 
 
-@pytest.fixture(params=RULES)
+# No gate is a scalar gate left out.
+@pytest.fixture(params=[pytest.param("delta_rule", marks=pytest.mark.release_if_interpreted), *RULES[1:]])
 def rule(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.interpret.test_delta_ops import GATES, OPTIONS, WITH_GLA, arguments_of, mixed, verdicts
+from tests.interpret.test_delta_ops import GATES, OPTIONS, WITH_GLA, arguments_of, mixed, parameters, verdicts
 
 from wyfold.kernels import table
 from wyfold.reference import inputs
@@ -40,7 +40,7 @@ def of_the_recurrent_form(a: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in a.items() if name not in ("chunk_size", "disable_recompute")}
 
 
-@pytest.mark.parametrize("rule, seed, case", MIXED, ids=[f"{rule}-{i}" for rule, i, _ in MIXED])
+@pytest.mark.parametrize("rule, seed, case", parameters(MIXED))
 def test_every_option(rule: str, seed: int, case: dict, device, short_blocks, guarded, results):
     a, family = of_the_recurrent_form(arguments_of(rule, case, seed)), "random"
     if case.get("gate") == "alternating":

@@ -169,7 +169,7 @@ def arguments_of(rule: str, case: dict[str, Any], seed: int) -> tuple[str, dict[
 
 
 @pytest.mark.parametrize("tenth", range(10))
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", [pytest.param("delta_rule", marks=pytest.mark.release), *RULES[1:]])
 def test_all_pairs_of_options(rule: str, tenth: int, results, float64_bounds):
     for seed, case in list(enumerate(CASES[rule]))[tenth::10]:
         form, a = arguments_of(rule, case, seed)
@@ -338,7 +338,7 @@ def judged(name: str, got: torch.Tensor, truth: torch.Tensor):
     return judge(got, truth, truth.to(got.dtype), name=name, per_token=got.ndim == 3)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", [pytest.param("delta_rule", marks=pytest.mark.release), *RULES[1:]])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes_of_gate_strength_and_state_vary_alone(dtype: torch.dtype, rule: str, results):
     choices = {"g": DTYPES, "beta": DTYPES, "initial_state": DTYPES, "state_dtype": (None, *DTYPES)}

@@ -114,7 +114,7 @@ def test_every_width(D: int, backend: str, float64_bounds):
 
 
 @pytest.mark.parametrize("T", [1, 31, 32, 33, 63, 64, 65, 100])
-@pytest.mark.parametrize("C", [32, 64])
+@pytest.mark.parametrize("C", [pytest.param(32, marks=pytest.mark.release), 64])
 @FORMS
 def test_other_mini_batches(T: int, C: int, published: bool, backend: str, float64_bounds):
     agrees(float64_bounds, draw(shape(T=T), seed=T, published=published), backend, chunk_size=C)
@@ -269,7 +269,9 @@ def verdicts(arguments: dict[str, Any], backend: str, **options: Any) -> list[er
 
 @pytest.mark.parametrize("packing", [None, RAGGED], ids=["dense", "packed"])
 @pytest.mark.parametrize("C", [16, 64])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.release)]
+)
 @FORMS
 def test_narrow_dtypes_lose_only_the_rounding_of_the_result(
     dtype: torch.dtype, packing: Packing | None, C: int, published: bool, backend: str

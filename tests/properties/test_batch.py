@@ -7,7 +7,11 @@ import wyfold
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 
-RULES = ("delta_rule", "gated_delta_rule", "kda")
+RULES = (
+    pytest.param("delta_rule", marks=pytest.mark.release),
+    "gated_delta_rule",
+    "kda",
+)  # no gate is a scalar gate left out
 FORMS = ("chunk", "fused_recurrent")
 SUMS = ("A_log", "dt_bias", "dA_log", "ddt_bias")
 WIDTHS = [(16, 64), (128, 64)]

@@ -16,7 +16,11 @@ import wyfold
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 
-RULES = ("delta_rule", "gated_delta_rule", "kda")
+RULES = (
+    pytest.param("delta_rule", marks=pytest.mark.release),
+    "gated_delta_rule",
+    "kda",
+)  # no gate is a scalar gate left out
 FORMS = ("chunk", "fused_recurrent")
 PER_SEQUENCE = ("initial_state", "state", "dinitial_state")
 SUMS = ("A_log", "dt_bias", "dA_log", "ddt_bias")  # sums over every sequence of the call

@@ -9,7 +9,11 @@ import wyfold
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 
-RULES = ("delta_rule", "gated_delta_rule", "kda")
+RULES = (
+    pytest.param("delta_rule", marks=pytest.mark.release),
+    "gated_delta_rule",
+    "kda",
+)  # no gate is a scalar gate left out
 PER_TOKEN = ("q", "k", "v", "g", "beta")
 
 

@@ -141,7 +141,15 @@ def test_ranks_without_a_launcher_are_refused(data, tmp_path, capsys):
     assert "--cp 2: start the processes by torchrun" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("layers", ["delta_net", "kda", "ttt_linear", "gla gdn2 gdp", "rwkv7*2", "path_attention"])
+@pytest.mark.parametrize(
+    "layers",
+    [
+        "ttt_linear",
+        "gla gdn2 gdp",
+        "rwkv7*2",
+        *(pytest.param(layers, marks=pytest.mark.release) for layers in ("delta_net", "kda", "path_attention")),
+    ],
+)
 def test_every_mixer_trains_and_resumes(data, tmp_path, monkeypatch, layers):
     words = ["--steps", 3, "--eval-every", 10]
     assert train(data, tmp_path / "whole", *words, layers=layers) == 0
