@@ -158,6 +158,12 @@ def test_gate_inside_and_norms(gate: str, device, guarded, results):
     require_accurate("chunk_gdn2", a, device, guarded, results, use_qk_l2norm_in_kernel=True)
 
 
+@pytest.mark.parametrize(("name", "gate"), [("chunk_comba", "any"), ("chunk_gdn2", "model")])
+def test_slices_of_channels(name: str, gate: str, device, guarded, results):
+    """Gradients of beta and of A_log are summed over slices of channels, the last of which is not full."""
+    require_accurate(name, drawn(name, Shape(1, 20, 1, 2, 72, 8), gate), device, guarded, results)
+
+
 @pytest.mark.parametrize(
     "name", ["chunk_comba", pytest.param("fused_recurrent_comba", marks=pytest.mark.release_if_interpreted)]
 )
