@@ -10,6 +10,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     every = metafunc.config.getoption("--draws") is not None
     skip = pytest.mark.skip(reason="not a default case of an emulated kernel; --draws 1 runs every case")
     params = [
-        pytest.param(case, id=str(case), marks=() if case.default or every else skip) for case in metafunc.module.CASES
+        pytest.param(
+            case,
+            id=str(case),
+            marks=() if case.default or every else pytest.mark.release if case.release else skip,
+        )
+        for case in metafunc.module.CASES
     ]
     metafunc.parametrize("case", params)
