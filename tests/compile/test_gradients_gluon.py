@@ -158,5 +158,4 @@ def test_operands_are_not_overwritten_nor_addresses_reloaded(call: aot.Call):
     assert not overwritten_operands(code)
     if "kda" not in call.subject and call.heads == 1:  # the other loops are longer, and read each address once
         assert not reloaded_addresses(code)
-    if call.projected or "inside" not in call.subject:
-        assert count_instructions(code) <= CACHED
+    assert count_instructions(code) <= CACHED

@@ -64,6 +64,16 @@ def chunk(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, erases: bool) -> tuple[
     return G[-1].exp(), q * G.exp(), k * G.exp(), A.mT @ (k * D[C - 1]), (P @ A).mT, W.mT
 
 
+def reciprocal_norms(q: Tensor, k: Tensor, group: int, spans: list[tuple[int, int, int]]) -> Tensor:
+    """`Prepared.norms` of all chunks."""
+    found = []
+    for row, low, high in spans:
+        for t, h in itertools.product(range(low, high, C), range(group * q.shape[2])):
+            rows = [filled(x[row, t : min(t + C, high), h // group].double()) for x in (q, k)]
+            found.append(torch.stack([(x.square().sum(-1) + 1e-6).rsqrt() for x in rows]))
+    return torch.stack(found)
+
+
 def gates(kind: str, shape: tuple[int, ...]) -> Tensor:
     """Log gates of a kind: decay by rate, or resets, whose log gate is -inf."""
     rates = {"none": 0.0, "slow": 1e-3, "medium": 0.1, "fast": 5.0, "faster": 40.0}
@@ -86,6 +96,7 @@ class Call:
     o: Tensor
     end: int
     want: list[Tensor]
+    norms: Tensor | None
 
 
 def test_prepare(case):
@@ -100,6 +111,9 @@ def judge(machine: Machine, call: Call) -> None:
     got = found.total, found.q, found.k, found.E, from_quarters(found.F), from_quarters(found.W)
     assert (found.rows[: len(call.want[0]), 0] == float(call.options.erases)).all(), "the factor of the keys read"
     assert not o[:, call.end :].any(), "outputs behind the last sequence are zero"
+    if call.norms is not None:
+        assert found.norms is not None
+        require_as_rounded(machine, norms=(found.norms[: len(call.norms)], call.norms))
     pairs = zip(("total", "q", "k", "E", "F", "W"), got, call.want, strict=True)
     require_as_rounded(machine, **{name: (x[: len(want)], want) for name, x, want in pairs})
 
@@ -136,9 +150,10 @@ def draw(
         k = k.transpose(1, 2).contiguous().transpose(1, 2)
     spans = [(b, 0, T) for b in range(B)] if cu is None else [(0, *span) for span in itertools.pairwise(cu)]
     end, want = spans[-1][2], truth(q, k, g, beta, norm, erases, spans)
+    norms = reciprocal_norms(q, k, HV // H, spans) if norm else None
     for x in (q, k, given):
         x[:, end:] = torch.nan
     how = options(qk_l2norm=norm, activation="softplus" if softplus else "given", erases=erases)
     grid = chunk_grid(B, T, C, None if cu is None else torch.tensor(cu))
     o = torch.full((B, T, HV, K), 7.0).bfloat16()
-    return Call([q, k, given, beta, *parameters], grid, how, o, end, want)
+    return Call([q, k, given, beta, *parameters], grid, how, o, end, want, norms)

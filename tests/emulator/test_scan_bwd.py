@@ -91,5 +91,6 @@ def judge(machine: Machine, config: tuple[dict[str, int], int], call: Call) -> N
             call.q, call.k, call.v, call.prepared, call.S0, call.do, call.dST, call.grid,
             options(scale=SCALE), LaunchKey(), dS0, found,
         )  # fmt: skip
-    pairs = {name: (x[written], want[name][written].to(x.dtype)) for name, x in found._asdict().items()}
+    results = {name: x for name, x in found._asdict().items() if name != "norms"}  # from `prepare`
+    pairs = {name: (x[written], want[name][written].to(x.dtype)) for name, x in results.items()}
     require_close(machine, **pairs, **({} if dS0 is None else {"dS0": (dS0, want["dS0"])}))

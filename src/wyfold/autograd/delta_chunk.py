@@ -113,7 +113,9 @@ def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
     folded = prepare.reads_folded(t.g)
     return [
         *at_borders,
-        *backward_factors(prepare.empty(t.q, t.g, tiles, C, folded=folded, backward=True, forward=False)),
+        *backward_factors(
+            prepare.empty(t.q, t.g, tiles, C, folded=folded, norm=options.qk_l2norm, backward=True, forward=False)
+        ),
     ]
 
 
@@ -170,7 +172,7 @@ def _token_borders(
     prepared = factors_from_list(kept) if kept else call.prepare(t.v, backward=True, forward=False, clear=False)
     initial, final = call.k_first(t.initial_state), call.k_first(dST)
     q, k, v, d_out = (call.buffer(x) for x in (t.q, t.k, t.v, do))
-    borders: TokenBorders = call.stage("scan_bwd").token_borders(q, v, call.scan_grid)
+    borders: TokenBorders = call.stage("scan_bwd").token_borders(q, v, call.scan_grid)._replace(norms=prepared.norms)
     gradients = torch.empty_like(at_borders[0]) if at_borders else None
     scan_bwd = partial(
         table.selected_module("scan_bwd", options.backend, call.key, t.q.device).scan_bwd,

@@ -115,7 +115,8 @@ def _forward_fake(*arguments: Any) -> tuple[Any, ...]:
     if options.save and options.keep_factors:
         prepare = table.kernel_module("prepare", options.backend)
         tiles, folded = places.grid_piece.shape[0] * HV, prepare.reads_folded(t.g)
-        made = prepare.empty(t.q, t.g, tiles, options.chunk_size, folded=folded, backward=True, forward=False)
+        sizes = {"folded": folded, "norm": options.qk_l2norm}
+        made = prepare.empty(t.q, t.g, tiles, options.chunk_size, **sizes, backward=True, forward=False)
         factors = backward_factors(made)
     return (
         t.v.new_empty(t.v.shape),

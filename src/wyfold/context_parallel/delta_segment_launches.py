@@ -225,6 +225,7 @@ def backward(
             rows, before = (slice(n * call.exchange.batch, (n + 1) * call.exchange.batch) for n in (incoming, outgoing))
             send_buffer[rows, ..., call.V :].copy_(sent[before, ..., call.V :].mT)
     borders = kernel_call.stage("scan_bwd").token_borders(t.q, t.v, kernel_call.scan_grid)
+    borders = borders._replace(norms=prepared.norms)
     scan_bwd = partial(
         call.stage("scan_bwd").scan_bwd,
         *(t.q, t.k, t.v, prepared, entering, do, leaving, kernel_call.scan_grid, options, kernel_call.key),

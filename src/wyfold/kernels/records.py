@@ -144,6 +144,7 @@ class Prepared(NamedTuple):
         FB: [t, 3, C/2, C/2] F diag(beta), transposed, for the unfolded forward. None in the folded form, and where only
             a backward reads the record.
         rows_bwd: `rows` for the unfolded backward, where both directions read the record; else None.
+        norms: [t, 2, C] float32 1/|q| and 1/|k|, which `gradients` in Gluon reads under a channel gate; else None.
     """
 
     rows: Tensor
@@ -155,6 +156,7 @@ class Prepared(NamedTuple):
     W: Tensor | None
     FB: Tensor | None = None
     rows_bwd: Tensor | None = None
+    norms: Tensor | None = None
 
 
 class LowRankPrepared(NamedTuple):
@@ -239,19 +241,21 @@ class PartialGradients(NamedTuple):
 
 
 class TokenBorders(NamedTuple):
-    """Results of the `scan_bwd` kernels that the `gradients` kernels read; t = chunks * HV tiles.
+    """Results of the kernels before them that the `gradients` kernels read; t = chunks * HV tiles.
 
     Attributes:
         S: [t, V, K] state entering the chunk, transposed.
         dS: [t, V, K] gradient of the state leaving it, transposed, in `DeltaOptions.unit`.
         e: [t, C, V] prediction errors R - J N; the written values are N = beta e.
         X: [t, C, V] gradient of y = beta R, in the same unit.
+        norms: As of `Prepared`; the other tensors are from `scan_bwd`.
     """
 
     S: Tensor
     dS: Tensor
     e: Tensor
     X: Tensor
+    norms: Tensor | None = None
 
     @classmethod
     def of(cls, states: Tensor, tokens: Tensor) -> TokenBorders:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from wyfold.kernels.gradients.triton.arguments import Factors, Flags, Outputs, Scratch, Sizes, Tokens
 from wyfold.kernels.gradients.triton.kernel import wyfold_gradients_triton
+from wyfold.kernels.gradients.triton.terms import sum_over_chunks
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import LaunchKey, tuned
@@ -18,7 +19,7 @@ from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.runtime.triton_support import interpreting
 from wyfold.tile.decay.triton import NEAR, gate_argument, gate_flags, gate_width
-from wyfold.tile.decay.triton.gradient import gate_gradient_argument, sum_terms
+from wyfold.tile.decay.triton.gradient import gate_gradient_argument
 from wyfold.tile.dot.triton import NARROWEST, contracts, exact, operand, precision, workspace
 from wyfold.tile.index.triton import Packing, strides
 from wyfold.tile.index.triton.descriptors import all_or_none, has_tma, tile_descriptor, token_descriptor
@@ -68,7 +69,7 @@ def gradients(
         grid.chunks * H,
         *(tma.qk or (q, k)),  # x_q, x_k
         *(tma.do or (do,)),  # x_do
-        *(tma.borders or borders),  # x_S, x_dS, x_e, x_X
+        *(tma.borders or borders[:4]),  # x_S, x_dS, x_e, x_X
         *(tma.out or (out.q, out.k, out.v)),  # x_dq, x_dk, x_dv
         tokens=Tokens(s_q=q.stride(), s_k=k.stride(), s_do=do.stride(), S=borders.S, dS=borders.dS),
         gate=gate_argument(g, A_log, dt_bias, options),
@@ -105,7 +106,8 @@ def gradients(
         # With a channel gate, one warp per sub-chunk.
         **{**config.options(contract=contracts(q.dtype)), "num_warps": C // NEAR if flags["CHANNEL"] else config.warps},
     )
-    sum_terms(dgate, out.A_log, out.dt_bias)
+    sum_over_chunks(dgate.A_log, out.A_log)
+    sum_over_chunks(dgate.dt_bias, out.dt_bias)
 
 
 def _scratch(q: Tensor, grid: ChunkGrid, HV: int, *, channel: bool, summed: bool) -> Scratch:
@@ -191,4 +193,4 @@ def _token_descriptors(given: tuple[Tensor | None, ...], C: int, *columns: int) 
 def _descriptors(borders: TokenBorders, C: int, BK: int, BV: int) -> Sequence[Any] | None:
     """TMA descriptors of the borders; None if one of the tensors has none."""
     states, rows = [(x, BV, BK) for x in (borders.S, borders.dS)], [(x, C, BV) for x in (borders.e, borders.X)]
-    return all_or_none(borders, [tile_descriptor(*descriptor) for descriptor in states + rows])
+    return all_or_none(borders[:4], [tile_descriptor(*descriptor) for descriptor in states + rows])

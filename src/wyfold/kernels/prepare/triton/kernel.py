@@ -119,6 +119,9 @@ def wyfold_prepare_triton(
             b_rq, b_rk = reciprocal_norm(b_q), reciprocal_norm(b_keys)
         b_J, b_JT, b_PT = decayed_grams_transposed(b_q, b_keys, b_rq, b_rk, b_g, GATE, BT, OP, PRECISION)
 
+    if factors.norms is not None:
+        tl.store(factors.norms + i_tile * (2 * BT) + o_r, b_rq)
+        tl.store(factors.norms + i_tile * (2 * BT) + BT + o_r, b_rk)
     b_divisor = nonzero_beta(b_beta)
     b_weight = b_divisor * strength.erases
     if WHOLE:

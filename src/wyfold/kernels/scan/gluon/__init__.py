@@ -149,7 +149,7 @@ def scan(
 
 def _descriptors(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, o: Tensor, C: int, BW: int) -> list[Any] | None:
     """The kernel's first arguments, as descriptors where TMA accesses them; None if one cannot have a descriptor."""
-    rows, total, q_tiles, k_tiles, E, F, W, FB, _ = prepared
+    rows, total, q_tiles, k_tiles, E, F, W, FB = prepared[:8]
     K, channel = q.shape[3], q_tiles is not None
     write, F = (W, FB) if E is None else (E, F)  # the kernel's x_write and x_F: W and F beta, or if folded E and F
     given = q, k, v, rows, total, write, F, o

@@ -153,7 +153,7 @@ def _descriptors(
     K, channel = q.shape[3], q_tiles is not None
     if W is None:
         return None
-    given = q, k, v, do, rows, total, E, F, W, *borders
+    given = q, k, v, do, rows, total, E, F, W, *borders[:4]
     descriptors = all_or_none(
         given,
         (

@@ -81,7 +81,15 @@ def scan_bwd(
     config = tuned("scan_bwd.triton", scan_bwd_key(key, grid.sequences, v), q.device)
     BK, BV = tile_width(K), min(config.blocks["BV"], tile_width(V))
     channel = prepared.q is not None
-    inputs = prepared.q if channel else q, prepared.k if channel else k, v, do, *prepared[:2], *prepared[4:7], *borders
+    inputs = (
+        prepared.q if channel else q,
+        prepared.k if channel else k,
+        v,
+        do,
+        *prepared[:2],
+        *prepared[4:7],
+        *borders[:4],
+    )
     descriptors = _descriptors(inputs, C, BK, BV) if has_tma(q.device) else None
     x_q, x_k, x_v, x_do, x_rows, x_total, x_E, p_F, p_W, x_S, x_dS, x_e, x_X = descriptors or inputs
     launch_kernel(

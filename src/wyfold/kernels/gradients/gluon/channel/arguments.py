@@ -10,8 +10,7 @@ class Tokens(NamedTuple):
 
     Attributes:
         h_q, h_k, h_do, h_g: Distances between heads.
-        q, s_q, k, s_k: Rows of q and k, and their strides, for the norms.
-        X: [tiles, BT, V] of `TokenBorders`.
+        X, norms: [tiles, BT, V] and [tiles, 2, BT], of `TokenBorders`.
         norm_dots: [chunks and key heads, 2, 2, BT] products of rows and gradients, written for
             `wyfold_gradients_norm_gluon`; None without a norm.
     """
@@ -20,11 +19,8 @@ class Tokens(NamedTuple):
     h_k: Any
     h_do: Any
     h_g: Any
-    q: Any
-    s_q: Any
-    k: Any
-    s_k: Any
     X: Any
+    norms: Any
     norm_dots: Any
     end: None = None
 

@@ -16,7 +16,7 @@ from wyfold.kernels.gradients.gluon.channel.tiles import (
 )
 from wyfold.kernels.gradients.gluon.tokens import exp2
 from wyfold.tile.activation.triton import LOG2_E, exp
-from wyfold.tile.decay.triton import activated
+from wyfold.tile.decay.gluon import activated
 
 
 @gluon.jit

@@ -12,7 +12,6 @@ from wyfold.kernels.gradients.gluon.channel.grams import gram_gradients, store_p
 from wyfold.kernels.gradients.gluon.channel.levels import exchange_quarters, exchange_sub_chunks
 from wyfold.kernels.gradients.gluon.channel.loads import allocate_head, load_head
 from wyfold.kernels.gradients.gluon.channel.near import near_pairs_sums, store_halves
-from wyfold.kernels.gradients.gluon.channel.norm import reciprocal_norms
 from wyfold.kernels.gradients.gluon.channel.tiles import concat_tuples, empty_tuple, split4_columns
 from wyfold.kernels.gradients.gluon.channel.values import load_beta, store_dv
 from wyfold.kernels.gradients.gluon.channel.zeros import half_tile, store_zeros
@@ -62,13 +61,11 @@ def wyfold_gradients_channel_gluon(
     # An activation unrolled for all tokens exceeds the instruction cache and is fetched again for every chunk.
     ROLLED: gl.constexpr = ACTIVATION != "given" and x_g.dtype == gl.bfloat16
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 16, 16])
-    NEAR: gl.constexpr = gl.BlockedLayout([8, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     ONE: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
     pid = gl.program_id(0).to(gl.int64)
     i_key, half = pid // 2, (pid % 2).to(gl.int32)
     i_c, i_h = i_key // H, i_key % H
     column = half * BK
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     i_n, _, b, t, rows = chunk_span(i_c, packing, T, per_sequence, PACKED, BT)
     coords = Coords(b, t, (b * T + t).to(gl.int32), i_h, rows)
     o_1 = gl.arange(0, BT, layout=ONE)
@@ -101,8 +98,9 @@ def wyfold_gradients_channel_gluon(
         if NORM:
             norms_q = gl.allocate_shared_memory(gl.float32, [BT], NUMBERS)
             norms_k = gl.allocate_shared_memory(gl.float32, [BT], NUMBERS)
-            norms_q.store(reciprocal_norms(tokens.q, tokens.s_q, coords, ROWS, BT, K))
-            norms_k.store(reciprocal_norms(tokens.k, tokens.s_k, coords, ROWS, BT, K))
+            p_norms = tokens.norms + i_tile * (2 * BT) + o_1
+            norms_q.store(gl.load(p_norms))
+            norms_k.store(gl.load(p_norms + BT))
         activation = gate_activation(gate, value.h)
         if outputs.dv is not None:
             store_dv(tokens, outputs, betas, value, i_tile, column, factors.unit, SIZES)
@@ -152,9 +150,10 @@ def wyfold_gradients_channel_gluon(
             tiles, tokens, gate, outputs, activation, value, column, pid, r, ROLLED, SIZES, FLAGS
         )
         if dgate.dt_bias is not None:
-            gl.store(dgate.dt_bias + i_tile * K + column + gl.arange(0, BK, layout=gl.SliceLayout(0, NEAR)), sum_x)
+            o_b = gl.arange(0, BK, layout=gl.SliceLayout(0, sum_x.type.layout))
+            gl.store(dgate.dt_bias + i_tile * K + column + o_b, gl.sum(sum_x, axis=0))
         if dgate.A_log is not None:
-            gl.store(dgate.A_log + half_tile(pid, i_tile, half, GR), sum_A)
+            gl.store(dgate.A_log + half_tile(pid, i_tile, half, GR), gl.sum(gl.sum(sum_A, axis=0), axis=0))
         fence_async_shared()
         barrier()
         if GR == 1 or r == GR - 1:

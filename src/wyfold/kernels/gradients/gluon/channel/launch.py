@@ -12,6 +12,7 @@ from wyfold.kernels.gradients.gluon.channel.kernel import wyfold_gradients_chann
 from wyfold.kernels.gradients.gluon.channel.norm import wyfold_gradients_norm_gluon
 from wyfold.kernels.gradients.gluon.tokens import copy_wanted, output_views
 from wyfold.kernels.gradients.triton.arguments import Factors
+from wyfold.kernels.gradients.triton.terms import sum_over_chunks
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import Config, LaunchKey, tuned
@@ -44,7 +45,7 @@ def gradients(
     Args:
         q, k, g, beta, A_log, dt_bias: As given to the operator, with the sizes and dtypes that `key` implies.
         do: [B, T, HV, V] gradient of the output.
-        borders: From `scan_bwd`.
+        borders: From `scan_bwd`, and with the l2 norm the norms from `prepare`.
         grid: The call's chunk grid, of chunks of 64.
         options: As given to `prepare`.
         key: Launch configuration key.
@@ -76,11 +77,8 @@ def gradients(
             h_k=read_k.stride(2),
             h_do=read_do.stride(2),
             h_g=read_g.stride(2),
-            q=read_q,
-            s_q=read_q.stride(),
-            k=read_k,
-            s_k=read_k.stride(),
             X=borders.X,
+            norms=borders.norms,
             norm_dots=work.norm_dots,
         ),
         gate=Gate(A_log=A_log, dt_bias=dt_bias, lower_bound=options.lower_bound, clamp=options.clamp or FLOOR),
@@ -106,10 +104,8 @@ def gradients(
     if work.norm_dots is not None:
         _launch_norm(read_q, read_k, out_q, out_k, work.norm_dots, grid, config)
     copy_wanted((out_q, out_k, out_g), (out.q, out.k, out.g))
-    if out.A_log is not None and work.A_log is not None:
-        out.A_log.copy_(work.A_log.sum((0, 2)).view_as(out.A_log))
-    if out.dt_bias is not None and work.dt_bias is not None:
-        out.dt_bias.copy_(work.dt_bias.sum(0).view_as(out.dt_bias))
+    sum_over_chunks(work.A_log, out.A_log)
+    sum_over_chunks(work.dt_bias, out.dt_bias)
 
 
 class Workspace(NamedTuple):
@@ -194,6 +190,6 @@ def _descriptors(tokens: list[Tensor], borders: TokenBorders, C: int, BK: int) -
     V = borders.e.shape[2]
     found = [token_descriptor(x, C, n) for x, n in zip(tokens, (BK, BK, V, BK, BK, BK, BK), strict=True)]
     found += [tile_descriptor(x, V, BK) for x in (borders.S, borders.dS)] + [
-        tile_descriptor(x, C, V) for x in borders[2:]
+        tile_descriptor(x, C, V) for x in (borders.e, borders.X)
     ]
     return gluon_descriptors(found)

@@ -14,10 +14,11 @@ from wyfold.kernels.gradients.gluon.channel.tiles import (
     row_block,
     split8_numbers,
     split8_rows,
+    sum8_rows,
 )
 from wyfold.kernels.gradients.gluon.tokens import exp2, sum_tile
 from wyfold.tile.activation.triton import LN_2
-from wyfold.tile.decay.triton.gradient import activated_bwd, softplus_gate_bwd
+from wyfold.tile.decay.gluon import activated_bwd, softplus_gate_bwd
 
 
 class NearTiles(NamedTuple):
@@ -68,7 +69,7 @@ def near_pairs_sums(
     tiles, tokens, gate, outputs, activation, value, column, pid, r,
     ROLLED: gl.constexpr, SIZES: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
-    """Finish both halves of the tokens of a value head; sums of the gradients of A_log, and of dt_bias by channel."""
+    """Finish both halves of the tokens of a value head; terms of dA_log and ddt_bias, [4, BK] each."""
     K: gl.constexpr = SIZES.K
     BT: gl.constexpr = SIZES.BT
     BK: gl.constexpr = SIZES.K // 2
@@ -85,7 +86,8 @@ def near_pairs_sums(
     p_dots = tokens.norm_dots
     if NORM:
         p_dots = tokens.norm_dots + pid * (2 * BT)
-    sum_A, sum_x = 0.0, gl.zeros([BK], gl.float32, gl.SliceLayout(0, NEAR))
+    SUMS: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
+    sum_A, sum_x = gl.zeros([4, BK], gl.float32, SUMS), gl.zeros([4, BK], gl.float32, SUMS)
     if ROLLED:
         for h in range(2):
             dA, dx = _near_pairs_half(
@@ -131,7 +133,7 @@ def _near_pairs_half(
         r: Value head, of the GR heads of its key head.
 
     Returns:
-        The half's terms of dA_log, and of ddt_bias by channel.
+        Terms of dA_log and of ddt_bias, [4, BK] each: for every sub-chunk, in its warp.
     """
     ROW: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     BT: gl.constexpr = tiles.q.shape[0]
@@ -177,8 +179,7 @@ def _near_pairs_half(
             raw, dg, activation.rate, bias, activation.lower_bound, activation.clamp, CLAMPED, ACTIVATION
         )
     t_g.store(dx.to(t_g.dtype))
-    dA = gl.sum(gl.sum(gl.where(is_token, dA, 0.0), axis=1), axis=0)
-    return dA, gl.sum(gl.where(is_token, dx, 0.0), axis=0)
+    return sum8_rows(gl.where(is_token, dA, 0.0)), sum8_rows(gl.where(is_token, dx, 0.0))
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Adjoint of the l2 norm, and norms of rows."""
+"""Adjoint of the l2 norm."""
 
 from __future__ import annotations
 
@@ -56,10 +56,3 @@ def _norm_bwd(p_x, s_x, p_dx, s_dx, coords, dot, L: gl.constexpr, BT: gl.constex
     r = gl.rsqrt(gl.sum(gl.fma(x, x, 0.0), axis=1) + 1e-6)
     z = load_rows(p_dx, s_dx, coords, 0, L, BT, K)
     store_rows(p_dx, s_dx, coords, 0, gl.fma(x, -(dot * r * r)[:, None], z), L, BT, K)
-
-
-@gluon.jit
-def reciprocal_norms(p, s, coords, L: gl.constexpr, BT: gl.constexpr, K: gl.constexpr):
-    """(sum x^2 + 1e-6)^(-1/2) of whole rows, loaded from global memory.   [BT]"""
-    x, y = (load_rows(p, s, coords, 0, L, BT, K // 2), load_rows(p, s, coords, K // 2, L, BT, K // 2))
-    return gl.rsqrt(gl.sum(gl.fma(x, x, y * y), axis=1) + 1e-6)

@@ -62,6 +62,12 @@ def split8_rows(x):
 
 
 @gluon.jit
+def sum8_rows(x):
+    """Sum over the rows of each sub-chunk, which a thread holds; moves no data.   [32, 64] -> [4, 64]"""
+    return _to_sub_chunk_layout(gl.sum(x.reshape([4, 8, x.shape[1]]), axis=1))
+
+
+@gluon.jit
 def _to_sub_chunk_layout(x):
     """Name the layout of a tile with one token per sub-chunk; moves no data.   [4, 64]"""
     return gl.convert_layout(x, gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0]), assert_trivial=True)

@@ -11,6 +11,7 @@ from wyfold.kernels.gradients.gluon.scalar.arguments import Flags, Heads, Sizes
 from wyfold.kernels.gradients.gluon.scalar.kernel import wyfold_gradients_gluon
 from wyfold.kernels.gradients.gluon.tokens import copy_wanted, output_views
 from wyfold.kernels.gradients.triton.arguments import Factors
+from wyfold.kernels.gradients.triton.terms import sum_over_chunks
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import LaunchKey, tuned
@@ -100,10 +101,8 @@ def gradients(
         **config.options(),
     )
     copy_wanted((out_q, out_k, out_v), [requested for requested, _ in wanted])
-    if out.A_log is not None and dA_log is not None:
-        out.A_log.copy_(dA_log.sum(0).view_as(out.A_log))
-    if out.dt_bias is not None and ddt_bias is not None:
-        out.dt_bias.copy_(ddt_bias.sum(0).view_as(out.dt_bias))
+    sum_over_chunks(dA_log, out.A_log)
+    sum_over_chunks(ddt_bias, out.dt_bias)
 
 
 def _tma_readable(x: Tensor) -> bool:
@@ -116,6 +115,6 @@ def _descriptors(tokens: tuple[Tensor, ...], borders: TokenBorders, C: int, BK: 
     V = tokens[2].shape[3]
     found = [token_descriptor(x, C, n) for x, n in zip(tokens, (BK, BK, V) * 2, strict=True)]
     found += [tile_descriptor(x, V, BK) for x in (borders.S, borders.dS)] + [
-        tile_descriptor(x, C, V) for x in borders[2:]
+        tile_descriptor(x, C, V) for x in (borders.e, borders.X)
     ]
     return gluon_descriptors(found)

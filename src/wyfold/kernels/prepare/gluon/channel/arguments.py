@@ -28,7 +28,7 @@ class Tokens(NamedTuple):
     Attributes:
         s_q, s_k: Strides of q and k.
         o, s_o: Output of the call, and its strides.
-        rows, total: See `Prepared`.
+        rows, total, norms: See `Prepared`.
     """
 
     s_q: Any
@@ -37,6 +37,7 @@ class Tokens(NamedTuple):
     s_o: Any
     rows: Any
     total: Any
+    norms: Any
     end: None = None
 
 

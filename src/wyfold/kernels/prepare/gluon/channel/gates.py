@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from wyfold.kernels.prepare.gluon.channel.arguments import BK, NEAREST, REACH, SHIFT
 from wyfold.tile.activation.triton import LOG2_E
-from wyfold.tile.decay.triton import activated
+from wyfold.tile.decay.gluon import activated
 from wyfold.tile.dot.gluon import add, exp2
 from wyfold.tile.index.gluon import barrier, reinterpret
 
@@ -89,7 +89,7 @@ def _sub_chunk_sums(
     if ACTIVATION == "given" and not FULL:
         x = gl.where((o_r + 16 * w < rows)[:, None], x, 0.0)
     g = activated(x, rate, bias, lower_bound, clamp, ACTIVATION)
-    if ACTIVATION != "given":
+    if ACTIVATION != "given" and not FULL:
         g = gl.where((o_r + 16 * w < rows)[:, None], g, 0.0)
     # Rounded before it is added: docs/facts/compilers.md, LLVM-1.
     g = gl.fma(g, gl.full(g.shape, LOG2_E, gl.float32, L), gl.zeros(g.shape, gl.float32, L))

@@ -33,12 +33,13 @@ class Grams(NamedTuple):
 
 @gluon.jit
 def decayed_grams(
-    x_qd, x_kd, smem, tile, rows, anchors,
+    x_qd, x_kd, p_norms, smem, tile, rows, anchors,
     FULL: gl.constexpr, NORM: gl.constexpr, BT: gl.constexpr, K: gl.constexpr,
 ):  # fmt: skip
     """Compute the grams, a slice of channels after the other, and replace keys and queries by decayed ones.
 
-    The decayed rows are stored by TMA; the pairs of keys from which E is computed overwrite the sums of gates.
+    The decayed rows are stored by TMA, and the norms to p_norms. The pairs of keys from which E is computed overwrite
+    the sums of gates.
     """
     HALF: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     LB: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
@@ -52,6 +53,9 @@ def decayed_grams(
     if NORM:
         r_k = reciprocal_norm(k_slices, rows, BT, NB, FULL, LB)
         r_q = reciprocal_norm(q_slices, rows, BT, NB, FULL, LB)
+        o_norm = tile.to(gl.int64) * (2 * BT) + gl.arange(0, BT, layout=ROW)
+        gl.store(p_norms + o_norm, r_q)
+        gl.store(p_norms + o_norm + BT, r_k)
     barrier()
 
     kk_own, kq_own = gl.zeros([4, 16, 16], gl.float32, LN), gl.zeros([4, 16, 16], gl.float32, LN)

@@ -107,7 +107,7 @@ def wyfold_prepare_channel_gluon(
         store_row_numbers(tokens.rows, smem, beta, strength.erases, i_tile, o)
         if USE_TMA:
             mbarrier.wait(tokens_ready, phase)
-        grams = decayed_grams(x_qd, x_kd, smem, tile, rows, anchors, FULL, NORM, BT, K)
+        grams = decayed_grams(x_qd, x_kd, tokens.norms, smem, tile, rows, anchors, FULL, NORM, BT, K)
         after = tile + gl.num_programs(0)
         if TOKEN_FROM_PID:
             if after < tiles:

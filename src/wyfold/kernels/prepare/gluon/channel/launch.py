@@ -51,7 +51,8 @@ def prepare(
     """
     (H, K), (HV, V), C = q.shape[2:], o.shape[2:], grid.chunk_size
     tiles = grid.chunks * HV
-    found = empty(q, g, tiles, C, folded=folded, backward=backward, forward=forward)
+    how = {"folded": folded, "norm": options.qk_l2norm, "backward": backward, "forward": forward}
+    found = empty(q, g, tiles, C, **how)
     written = found if found.W is not None else found._replace(W=found.F)
     factors = require_descriptors("prepare", all_or_none(written[2:7], _tile_descriptors(written, C)))
     if clear and backward and grid.cu is not None:
@@ -76,7 +77,15 @@ def prepare(
         x_E=x_E,
         x_F=x_F,
         x_W=x_W,
-        tokens=Tokens(s_q=q.stride(), s_k=k.stride(), o=o, s_o=o.stride(), rows=found.rows, total=found.total),
+        tokens=Tokens(
+            s_q=q.stride(),
+            s_k=k.stride(),
+            o=o,
+            s_o=o.stride(),
+            rows=found.rows,
+            total=found.total,
+            norms=found.norms,
+        ),
         gate=Gate(
             s_g=strides(g), A_log=A_log, dt_bias=dt_bias, lower_bound=options.lower_bound, clamp=options.clamp or FLOOR
         ),

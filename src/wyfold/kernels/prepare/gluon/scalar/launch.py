@@ -41,7 +41,8 @@ def prepare(
     """
     (H, K), (HV, V), C = q.shape[2:], o.shape[2:], grid.chunk_size
     gate, tiles = gate_kind(g), grid.chunks * HV
-    found = empty(q, g, tiles, C, folded=folded, backward=backward, forward=forward)
+    how = {"folded": folded, "norm": options.qk_l2norm, "backward": backward, "forward": forward}
+    found = empty(q, g, tiles, C, **how)
     factors = require_descriptors(
         "prepare", all_or_none(found[5:8], [None if x is None else upper_descriptor(x) for x in found[5:8]])
     )
