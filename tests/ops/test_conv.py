@@ -404,7 +404,10 @@ def test_opcheck(cu_seqlens, final: bool):
 
 # Dynamo itself makes an instance of torch.autograd.Function.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("form", ["dense", "boundaries", "layout"])
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param("dense", marks=pytest.mark.release), pytest.param("boundaries", marks=pytest.mark.release), "layout"],
+)
 def test_compiles_whole_with_its_backward(form: str):
     tensors = drawn(T=13, N=None if form == "dense" else 4, S=4, dtype=torch.float32)
     cu = None if form == "dense" else torch.tensor(CU)
