@@ -310,7 +310,7 @@ EAGER_KERNELS = (
     ),
     Mutant(
         "the query's gradient of a low-rank rule lacks the pairs",
-        "kernels/low_rank_gradients/eager.py",
+        "kernels/low_rank_gradients/eager/chunks.py",
         "",
         "dq.add_(through.q)",
         "pass",

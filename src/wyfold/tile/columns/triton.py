@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from wyfold.tile.index.triton import TokenRows, load_token_row, load_tokens
+from wyfold.tile.index.triton.strength import load_strength
 from wyfold.tile.index.triton.sub_chunks import load_sub_chunks
 
 
@@ -105,6 +106,36 @@ def load_rows(
         return load_tokens(p, strides, at, h, column, K, BT, BK).to(tl.float32)
     else:
         return load_sub_chunks(p, strides, at, h, column, opaque_zero, K, BT, BK, BR).to(tl.float32)
+
+
+@triton.jit
+def row_factors(tokens, at, heads, strength, i_hv, SIZES: tl.constexpr, NORM: tl.constexpr, BEFORE: tl.constexpr):
+    """Reciprocal norms and write strengths of a chunk's rows."""
+    BT: tl.constexpr = SIZES.BT
+    b_beta = load_strength(strength, at, i_hv, False, BT)
+    if NORM:
+        b_rk = _reciprocal_norms(tokens.k, tokens.s_k, at, heads.k, SIZES)
+        b_ra = b_rk
+        if tokens.a is not None:
+            b_ra = _reciprocal_norms(tokens.a, tokens.s_a, at, heads.k, SIZES)
+        b_early = b_ra
+        if BEFORE:
+            b_early = tl.gather(b_ra, tl.minimum(tl.arange(0, BT) + 1, BT - 1), 0)
+        return RowFactors(_reciprocal_norms(tokens.q, tokens.s_q, at, heads.k, SIZES), b_rk, b_ra, b_early, b_beta)
+    else:
+        ones = tl.full((BT,), 1.0, tl.float32)
+        return RowFactors(ones, ones, ones, ones, b_beta)
+
+
+@triton.jit
+def _reciprocal_norms(p, s, at, h, SIZES: tl.constexpr):
+    """(sum x^2 + 1e-6)^(-1/2) of rows.   [BT]"""
+    BT: tl.constexpr = SIZES.BT
+    b_xx = tl.zeros((BT,), tl.float32)
+    for column in range(0, SIZES.K, 64):
+        b_x = load_rows(p, s, at, h, column, 0, SIZES.K, BT, 64, 0)
+        b_xx += tl.sum(b_x * b_x, axis=1)
+    return tl.rsqrt(b_xx + 1e-6)
 
 
 @triton.jit

@@ -1,0 +1,18 @@
+"""`low_rank_prepare` in Triton: one program per chunk and value head.
+
+A gate per token, or none, is read as a gate per channel: its strides along the channels, and without a gate along all
+dimensions, are zero. Results are those that `low_rank_scan` reads. It computes the output as
+
+    o = scale ((q from the start) S + F (rows S) + P v)
+
+so Q of the eager stage is not needed.
+"""
+
+from __future__ import annotations
+
+from wyfold.kernels.low_rank_prepare.triton.arguments import call_arguments
+from wyfold.kernels.low_rank_prepare.triton.kernel import wyfold_low_rank_prepare_triton
+from wyfold.kernels.low_rank_prepare.triton.launch import empty, launch_key, prepare
+
+# The kernel is exported because `kernel_configs.compiled` looks it up in this module.
+__all__ = ["call_arguments", "empty", "launch_key", "prepare", "wyfold_low_rank_prepare_triton"]
