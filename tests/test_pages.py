@@ -100,7 +100,7 @@ def test_the_readme_is_short_and_has_the_times_that_are_stored():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(readme.splitlines()) <= 150
     rows = speed.comparisons()
-    assert len(rows) >= 10 and speed.table(rows) in readme, "python tools/speed.py writes the table"
+    assert len(rows) >= 10 and speed.summary(rows) in readme, "python tools/speed.py writes the table"
     for theme in speed.COLORS:
         assert f"docs/charts/speed-{theme}.svg" in readme and (speed.CHARTS / f"speed-{theme}.svg").exists()
     named = re.findall(r"\]\(((?!http|#)[^)#]+)", readme)

@@ -17,6 +17,7 @@ import matplotlib
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from tools import speed
 
 import wyfold
 from wyfold.cli import main
@@ -306,14 +307,8 @@ def support() -> str:
     return "\n".join(lines)
 
 
-def speed_table() -> str:
-    """The table of README, which tools/speed.py writes."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    return readme.partition("<!-- speed: begin")[2].partition("-->\n")[2].partition("\n<!-- speed: end")[0]
-
-
 def performance() -> str:
-    """The page of times: the chart and table of README, then every stored `wyfold bench`, folded."""
+    """The page of times: the chart of README, each comparison, then every stored `wyfold bench`, folded."""
     lines = [
         "# Performance",
         "",
@@ -323,9 +318,7 @@ def performance() -> str:
         "One H200, bfloat16, torch 2.11, medians. Each pair of times is from one run on the same tensors. B, T, H",
         "and D are batch, tokens, heads (key/value) and head width.",
         "",
-        speed_table(),
-        "",
-        "Slower than FlashQLA today, and not in the table: training GDN with several value heads for each key head.",
+        speed.table(speed.comparisons()),
         "",
         "## Every stored run",
         "",

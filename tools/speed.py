@@ -2,14 +2,16 @@
 
     python tools/speed.py            # writes docs/charts/speed-{light,dark}.svg, and the table into README.md
 
-A row compares Wyfold with one peer on the same tensors in one run. `tests/test_pages.py` checks that README has the
-table of the stored results.
+A comparison is one of Wyfold with one peer, on the same tensors in one run. README and the charts have the median and
+the range over all shapes of an operator and a peer; the page of times has every shape (`table`). `tests/test_pages.py`
+checks that README has the table of the stored results.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,25 +109,43 @@ def table(rows: list[Comparison]) -> str:
     return "\n".join(lines)
 
 
+def summary(rows: list[Comparison]) -> str:
+    """The Markdown table of README: least, median and largest ratio of each operator and peer over all shapes."""
+    columns = [f"{direction}: least | median | most" for direction in MODES.values()]
+    lines = [f"| operator | peer | shapes | {' | '.join(columns)} |", "|---|---|---|---|---|---|---|---|---|"]
+    for operator, peer in _pairs(rows):
+        shapes = {row.shape for row in rows if (row.operator, row.peer) == (operator, peer)}
+        cells = [operator, peer, str(len(shapes))]
+        for direction in MODES.values():
+            ratios = _ratios(rows, operator, peer, direction)
+            found = (min(ratios), statistics.median(ratios), max(ratios)) if ratios else ()
+            cells += [_ratio(x) for x in found] or ["", "", ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def chart(rows: list[Comparison], theme: str) -> Figure:
-    """Bars of the same rows: the ratio to the peer's time, both directions of a shape side by side."""
+    """Bars of the same medians, both directions of an operator and a peer side by side, with a line over the range."""
     text, *colors = COLORS[theme]
-    groups = list(dict.fromkeys((row.operator, row.shape, row.peer) for row in rows))
-    figure = Figure(figsize=(6.4, 0.52 * len(groups) + 1.2), layout="constrained")
+    pairs = _pairs(rows)
+    figure = Figure(figsize=(6.4, 0.52 * len(pairs) + 1.2), layout="constrained")
     axes = figure.subplots()
     for offset, mode, color in zip((-0.2, 0.2), MODES.values(), colors, strict=True):
-        shown = [row for row in rows if row.mode == mode]
-        places = [groups.index((row.operator, row.shape, row.peer)) + offset for row in shown]
-        axes.barh(places, [row.ratio for row in shown], color=color, height=0.38, label=mode)
-        for place, row in zip(places, shown, strict=True):
-            axes.text(max(row.ratio, 1) + 0.05, place, f"{row.ratio:.2f}", va="center", color=text, fontsize=9)
+        found = [(place + offset, _ratios(rows, *pair, mode)) for place, pair in enumerate(pairs)]
+        for place, ratios in [(place, ratios) for place, ratios in found if ratios]:
+            middle, most = statistics.median(ratios), max(ratios)
+            axes.barh(place, middle, color=color, height=0.38, label=mode)
+            axes.plot([min(ratios), most], [place, place], color=text, linewidth=1)
+            axes.text(max(most, 1) + 0.05, place, f"{middle:.2f}", va="center", color=text, fontsize=9)
     axes.axvline(1, color=text, linewidth=0.8)
-    labels = [f"{operator} vs {peer}\n{shape}" for operator, shape, peer in groups]
-    axes.set_yticks(range(len(groups)), labels, fontsize=9, color=text)
+    axes.set_yticks(range(len(pairs)), [f"{operator} vs {peer}" for operator, peer in pairs], fontsize=9, color=text)
     axes.invert_yaxis()
     axes.set_xlim(0, max(row.ratio for row in rows) * 1.15)
-    axes.set_xlabel("times as fast as the peer; longer is better", fontsize=9, color=text)
-    figure.legend(loc="outside upper right", ncols=2, fontsize=9, frameon=False, labelcolor=text)
+    axes.set_xlabel("times as fast as the peer: median and range over shapes; longer is better", fontsize=9, color=text)
+    handles, labels = axes.get_legend_handles_labels()
+    legend = {"ncols": 2, "fontsize": 9, "frameon": False, "labelcolor": text}
+    shown = dict(zip(labels, handles, strict=True))
+    figure.legend(list(shown.values()), list(shown), loc="outside upper right", **legend)
     axes.tick_params(colors=text, labelsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(text)
@@ -134,7 +154,7 @@ def chart(rows: list[Comparison], theme: str) -> Figure:
 
 def with_table(readme: str, rows: list[Comparison]) -> str:
     """The text of README, with the table between its two marks."""
-    return re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{table(rows)}\n{END}", readme, flags=re.DOTALL)
+    return re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{summary(rows)}\n{END}", readme, flags=re.DOTALL)
 
 
 def write() -> None:
@@ -158,9 +178,24 @@ def _peer(ran: str) -> str | None:
 
 
 def _cells(row: Comparison) -> list[str]:
-    """Both times and their ratio, in bold where the peer is faster."""
-    ratio = f"{row.ratio:.2f}"
-    return [f"{row.ours:.3f}", f"{row.theirs:.3f}", f"**{ratio}**" if row.ratio < 1 else ratio]
+    """Both times and their ratio."""
+    return [f"{row.ours:.3f}", f"{row.theirs:.3f}", _ratio(row.ratio)]
+
+
+def _ratio(ratio: float) -> str:
+    """A ratio, in bold where the peer is faster."""
+    return f"**{ratio:.2f}**" if ratio < 1 else f"{ratio:.2f}"
+
+
+def _pairs(rows: list[Comparison]) -> list[tuple[str, str]]:
+    """Operators and peers of the comparisons."""
+    return sorted(
+        {(row.operator, row.peer) for row in rows}, key=lambda pair: (list(OPERATORS.values()).index(pair[0]), pair[1])
+    )
+
+
+def _ratios(rows: list[Comparison], operator: str, peer: str, mode: str) -> list[float]:
+    return [row.ratio for row in rows if (row.operator, row.peer, row.mode) == (operator, peer, mode)]
 
 
 def _runs_flash_qla(record: dict[str, Any]) -> bool:
