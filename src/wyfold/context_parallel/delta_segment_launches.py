@@ -1,4 +1,4 @@
-"""Launches of `delta_by_segments`, and the all-gather between them, in both directions.
+"""Launches of `delta_by_segments` in both directions, and the all-gather between them. The host knows the layout.
 
     forward     prepare, segment_summary, segment_fold, rank_send: [H | M] of pieces that continue on another rank
                 all-gather
@@ -8,8 +8,7 @@
                 all-gather
                 rank_carry, segment_fold, scan_bwd, gradients
 
-Launches that do not depend on other ranks run during the all-gather: the segments that begin a sequence, and the states
-that the backward recomputes. The host knows the layout of chunks and segments (`rank_segments`).
+Segments that begin a sequence, and the states that the backward recomputes, run during the all-gather.
 """
 
 from __future__ import annotations
