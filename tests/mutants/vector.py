@@ -302,7 +302,7 @@ EAGER_KERNELS = (
     ),
     Mutant(
         "the softmax's adjoint lacks the average",
-        "kernels/path_attention/eager.py",
+        "kernels/path_attention/eager/backward.py",
         "path_attention_bwd",
         "weights.p * (weights.dp - delta)",
         "weights.p * weights.dp",

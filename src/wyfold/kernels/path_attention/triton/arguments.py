@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from wyfold.kernels.path_records import PathFactors, PathSums
 from wyfold.runtime.triton_support import interpreting
 from wyfold.tile.dot.triton import mm, mm_exact
 
@@ -36,6 +38,28 @@ class Keys(NamedTuple):
     stop: Any
     block_start: Any
     block_stop: Any
+
+
+def keys_argument(f: PathFactors, v: Tensor, g: Tensor | None, sums: PathSums | None) -> Keys:
+    """The factors, values and gates of a call as a kernel argument."""
+    return Keys(f.w, f.W, f.k, f.blocks, f.M, v, g, *((None,) * 4 if sums is None else sums))
+
+
+class Own(NamedTuple):
+    """Kernel argument: queries, and what they meet in their own chunk.
+
+    Attributes:
+        q: [B, Q, HQ, K] queries of the last Q tokens.
+        k: [B, T, H, K] keys.
+        E: Field of `PathFactors`.
+    """
+
+    q: Any
+    s_q: Any
+    k: Any
+    s_k: Any
+    E: Any
+    end: None = None
 
 
 class Queries(NamedTuple):

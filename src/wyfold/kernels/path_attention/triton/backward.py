@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wyfold.kernels.path_attention.triton.arguments import Queries
+from wyfold.kernels.path_attention.triton.arguments import Own, Queries, keys_argument
 from wyfold.kernels.path_attention.triton.far_keys import (
     KeyGradients,
     map_parts,
@@ -30,7 +30,7 @@ from wyfold.kernels.path_attention.triton.far_rows import (
     wyfold_path_far_rows_triton,
     wyfold_path_far_starts_triton,
 )
-from wyfold.kernels.path_attention.triton.forward import Own, keys_argument, launch_key
+from wyfold.kernels.path_attention.triton.forward import launch_key
 from wyfold.kernels.path_attention.triton.own import (
     OwnKeys,
     OwnRows,

@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from wyfold.kernels.path_attention.triton.arguments import (
-    Keys,
+    Own,
+    keys_argument,
     load_block_map,
     load_numbers,
     load_rows,
@@ -116,28 +117,6 @@ def path_attention(
 def launch_key(dtype: torch.dtype, K: int, V: int, launch: str | None = None) -> LaunchKey:
     """Launch configuration key; of the forward, or of a launch of the backward."""
     return LaunchKey(dtype_word(dtype), K, V, launch=launch)
-
-
-def keys_argument(f: PathFactors, v: Tensor, g: Tensor | None, sums: PathSums | None) -> Keys:
-    """The factors, values and gates of a call as a kernel argument."""
-    return Keys(f.w, f.W, f.k, f.blocks, f.M, v, g, *((None,) * 4 if sums is None else sums))
-
-
-class Own(NamedTuple):
-    """Kernel argument: queries, and what they meet in their own chunk.
-
-    Attributes:
-        q: [B, Q, HQ, K] queries of the last Q tokens.
-        k: [B, T, H, K] keys.
-        E: Field of `PathFactors`.
-    """
-
-    q: Any
-    s_q: Any
-    k: Any
-    s_k: Any
-    E: Any
-    end: None = None
 
 
 class Past(NamedTuple):

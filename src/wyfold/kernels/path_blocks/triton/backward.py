@@ -8,6 +8,7 @@ solve, tokens   gradients of keys, directions and strengths from those of the fa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,10 +72,48 @@ def path_factors_bwd(
         out: Gradients in the shapes of x.
     """
     (B, T, H, K), (HQ, V), dtype = x.k.shape, (x.q.shape[2], x.v.shape[3]), x.q.dtype
-    BK, f = key_width(K), factors
-    rows, s_E = f.w.stride(), f.E.stride()
-    tile_rows: dict[str, Any] = {"H": H, "K": K, "BT": CHUNK, "BK": BK}
+    sizes = PathSizes(H, HQ, K, V, CHUNK, key_width(K), key_width(V), block)
+    key_sizes: dict[str, Any] = {"H": H, "K": K, "BT": CHUNK, "BK": sizes.BK}
     products = {"OP": operand(dtype), "PRECISION": precision(dtype)}
+    launch = _launcher(x, grid)
+    tokens = _tokens(x, factors, lse, do, d)
+    p, dZ, dP, P = (x.q.new_empty(B, T, HQ, CHUNK, dtype=workspace(dtype)) for _ in range(4))
+    tiles = Tiles(p, dZ, dP, P, p.stride())
+    launch(
+        wyfold_path_own_logits_bwd_triton,
+        HQ,
+        "logits",
+        x=tokens,
+        passed=Passed(d.dq, d.dq.stride(), d.others, d.dend, d.dblock_end, d.dtotal, d.dblock_total),
+        tokens=d.x.shape[:2].numel(),
+        tiles=tiles,
+        out=QueryGradients(out.q, out.q.stride(), out.g, strides(out.g)),
+        factor=path_scales(scale, gate),
+        SIZES=sizes,
+        EXACT=exact(dtype),
+        **products,
+    )
+    if T > block * CHUNK:  # a block may be followed by another
+        _blocks_bwd(launch, factors, d, {**key_sizes, "BLOCK": block, **products})
+    dE = torch.empty_like(factors.E, dtype=torch.float32)
+    launch(
+        wyfold_path_own_factors_bwd_triton,
+        H,
+        "factors",
+        x=tokens,
+        p_dq=d.dq,
+        s_dq=d.dq.stride(),
+        tiles=tiles,
+        out=KeyGradients(d.dk, d.dW, d.dw, dE, d.dv, d.dv.stride(), out.v, out.v.stride()),
+        SIZES=sizes,
+        **products,
+    )
+    _solve_bwd(launch, x, factors, FactorGradients(d.dk, d.dW, d.dw, dE), out, key_sizes)
+
+
+def _launcher(x: PathTiles, grid: ChunkGrid) -> Callable[..., None]:
+    """Function that launches a kernel, by its name in `launch_key`, with a program per chunk and head."""
+    dtype, K = x.q.dtype, x.k.shape[3]
 
     def launch(kernel: Any, heads: int, name: str, **named: Any) -> None:
         config = tuned("path_blocks.triton", launch_key(dtype, K, name), x.q.device)
@@ -91,10 +130,12 @@ def path_factors_bwd(
             **config.options(contract=contracts(dtype)),
         )
 
-    sizes = PathSizes(H, HQ, K, V, CHUNK, BK, key_width(V), block)
-    p, dZ, dP, P = (x.q.new_empty(B, T, HQ, CHUNK, dtype=workspace(dtype)) for _ in range(4))
-    tiles = Tiles(p, dZ, dP, P, p.stride())
-    tokens = Tokens(
+    return launch
+
+
+def _tokens(x: PathTiles, f: PathFactors, lse: Tensor, do: Tensor, d: PathWorkspace) -> Tokens:
+    """The call's tokens, factors and gradients of the output as a kernel argument."""
+    return Tokens(
         x.q,
         x.q.stride(),
         x.k,
@@ -105,73 +146,54 @@ def path_factors_bwd(
         strides(x.g),
         f.w,
         f.W,
-        rows,
+        f.w.stride(),
         f.E,
-        s_E,
+        f.E.stride(),
         do,
         do.stride(),
         lse,
         d.delta,
         lse.stride(),
     )
-    launch(
-        wyfold_path_own_logits_bwd_triton,
-        HQ,
-        "logits",
-        x=tokens,
-        passed=Passed(d.dq, d.dq.stride(), d.others, d.dend, d.dblock_end, d.dtotal, d.dblock_total),
-        tokens=d.x.shape[:2].numel(),
-        tiles=tiles,
-        out=QueryGradients(out.q, out.q.stride(), out.g, strides(out.g)),
-        factor=path_scales(scale, gate),
-        SIZES=sizes,
-        EXACT=exact(dtype),
-        **products,
-    )
-    if T > block * CHUNK:  # a block may be followed by another
-        chunks = Chunks(f.w, f.W, f.k, d.dblocks, rows)
-        maps = Maps(d.dM, f.after, torch.empty_like(f.after))
-        shared = {**tile_rows, "BLOCK": block, **products}
-        launch(wyfold_path_maps_bwd_triton, H, "maps", x=chunks, maps=maps, **shared)
-        launch(
-            wyfold_path_blocks_bwd_triton, H, "blocks", x=chunks, maps=maps, p_dk=d.dk, p_dW=d.dW, p_dw=d.dw, **shared
-        )
-    dE = torch.empty_like(f.E, dtype=torch.float32)
-    launch(
-        wyfold_path_own_factors_bwd_triton,
-        H,
-        "factors",
-        x=tokens,
-        p_dq=d.dq,
-        s_dq=d.dq.stride(),
-        tiles=tiles,
-        out=KeyGradients(d.dk, d.dW, d.dw, dE, d.dv, d.dv.stride(), out.v, out.v.stride()),
-        SIZES=sizes,
-        **products,
-    )
-    solved: dict[str, Any] = {
+
+
+def _blocks_bwd(launch: Callable[..., None], f: PathFactors, d: PathWorkspace, options: dict[str, Any]) -> None:
+    """Add to the gradients of the chunks' keys and factors those of the keys and maps of their blocks."""
+    H = f.w.shape[2]
+    chunks = Chunks(f.w, f.W, f.k, d.dblocks, f.w.stride())
+    maps = Maps(d.dM, f.after, torch.empty_like(f.after))
+    launch(wyfold_path_maps_bwd_triton, H, "maps", x=chunks, maps=maps, **options)
+    added = {"p_dk": d.dk, "p_dW": d.dW, "p_dw": d.dw}
+    launch(wyfold_path_blocks_bwd_triton, H, "blocks", x=chunks, maps=maps, **added, **options)
+
+
+def _solve_bwd(
+    launch: Callable[..., None],
+    x: PathTiles,
+    f: PathFactors,
+    d: FactorGradients,
+    out: PathTiles,
+    key_sizes: dict[str, Any],
+) -> None:
+    """Write the gradients of keys, directions and strengths from those of the factors."""
+    H, dtype = x.k.shape[2], x.q.dtype
+    shared: dict[str, Any] = {
         "x": KeyTokens(x.k, x.k.stride(), x.w, x.w.stride(), x.beta, x.beta.stride()),
-        "factors": Factors(f.W, rows, f.E, s_E),
-        "d": FactorGradients(d.dk, d.dW, d.dw, dE),
-        **tile_rows,
+        "factors": Factors(f.W, f.w.stride(), f.E, f.E.stride()),
+        "d": d,
+        **key_sizes,
     }
-    launch(
-        wyfold_path_solve_bwd_triton,
-        H,
-        "solve",
-        **solved,
-        p_dbeta=out.beta,
-        s_dbeta=out.beta.stride(),
-        EXACT=exact(dtype),
-    )
+    strengths = {"p_dbeta": out.beta, "s_dbeta": out.beta.stride()}
+    launch(wyfold_path_solve_bwd_triton, H, "solve", **shared, **strengths, EXACT=exact(dtype))
     launch(
         wyfold_path_tokens_bwd_triton,
         H,
         "tokens",
-        **solved,
+        **shared,
         p_dk=out.k,
         s_dk=out.k.stride(),
         p_dw=out.w,
         s_dw=out.w.stride(),
-        **products,
+        OP=operand(dtype),
+        PRECISION=precision(dtype),
     )
