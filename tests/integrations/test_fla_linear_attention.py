@@ -128,6 +128,16 @@ def test_without_normalize_a_state_is_one_tensor(float64_bounds):
             ValueError,
             r"initial_state\[1\] must be \[N, 1, H, K\]",
         ),
+        (
+            lambda **a: fla.chunk_lightning_attn(**a, layer_idx=4, num_layers=3),
+            ValueError,
+            "^chunk_lightning_attn: layer_idx must be at most 3, got 4",
+        ),
+        (
+            lambda **a: fla.chunk_linear_attn(**a, initial_state=(None, None, None)),
+            ValueError,
+            "^chunk_linear_attn: initial_state must be a tensor or a pair, got a tuple of 3",
+        ),
     ],
 )  # fmt: skip
 def test_refusals(call, error: type[Exception], message: str):

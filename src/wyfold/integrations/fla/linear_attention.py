@@ -300,7 +300,8 @@ def _gate(op: str, q: Tensor, g: Tensor | None, g_gamma: Tensor | None) -> Tenso
 
 def _lightning_decays(op: str, q: Tensor, layer_idx: int, num_layers: int) -> Tensor:
     layers = check.integer(op, "num_layers", num_layers, least=1)
-    part = 1 - check.integer(op, "layer_idx", layer_idx, least=0) / layers
+    # Beyond the last layer the decays would be growth.
+    part = 1 - check.integer(op, "layer_idx", layer_idx, least=0, most=layers) / layers
     H = check.shapes(op, q=(q, "B T H K"))["H"]
     return -8 / H * part * torch.arange(H, dtype=torch.float32, device=q.device)
 
@@ -323,6 +324,8 @@ def _linear_attention(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, States | None]:
     check.flag(op, normalize=normalize)
+    if isinstance(initial_state, tuple) and len(initial_state) != 2:
+        raise ValueError(f"{op}: initial_state must be a tensor or a pair, got a tuple of {len(initial_state)}")
     sums, keys = initial_state if isinstance(initial_state, tuple) else (initial_state, None)
     if keys is not None and not normalize:
         raise ValueError(f"{op}: initial_state must be a tensor without normalize, got a pair")
