@@ -74,6 +74,9 @@ COMPARISONS = {
     "factors are kept": kernels("gated_delta_rule", 8, gate="model", disable_recompute=True, tokens=112),
     "no token on some": kernels("kda", 13, layout="contiguous", tokens=2),
     "nothing crosses": kernels("gated_delta_rule", 12, tokens=64, boundaries=[0, 32, 64], layout="contiguous", count=4),
+    "row and column": kernels("dplr_delta_rule", 16, B=1, tokens=75, layout="zigzag"),
+    "erase and write gates": kernels("gdn2", 17, gate="model", tokens=75, disable_recompute=True),
+    "read key": kernels("comba", 19, tokens=75, dtype=torch.bfloat16, limit=8e-3),
     "float16": kernels("kda", 10, B=1, tokens=102, layout="zigzag", dtype=torch.float16, limit=2e-3),
     "bfloat16": kernels("gated_delta_rule", 9, B=1, tokens=192, count=2, dtype=torch.bfloat16, limit=6e-3),
 }
@@ -203,7 +206,7 @@ def explained(given: None, group: dist.ProcessGroup) -> None:
         assert between <= {launch.stage for launch in plan.rows} or not summed
 
 
-VARIANTS = "packed, no gate", "one sequence", "one sequence, zigzag", "factors are kept"
+VARIANTS = "packed, no gate", "erase and write gates", "one sequence", "one sequence, zigzag", "factors are kept"
 """Comparisons whose layout, rule and options others have too."""
 
 # At least three ranks, so that one has neighbours on both sides.

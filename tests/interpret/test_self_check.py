@@ -349,6 +349,11 @@ def over_ranks(given: None, group: dist.ProcessGroup) -> None:
     o.sum().backward()
     found = {trial.operator: outcome.state for (trial, _), outcome in self_check._outcomes.items()}
     assert found == {"delta_fwd": "passed", "delta_rank_exchange": "passed"} and q.grad.isfinite().all()
+    self_check._outcomes.clear()
+    wyfold.chunk_gdn2(q, q, q, b=q, cp_context=context, chunk_size=16, backend="triton")
+    # All pieces packed, a piece alone, and a piece with the identity beside its state.
+    checked = [(trial.packed, trial.samples[2].rest[-1]) for trial, _ in self_check._outcomes]
+    assert checked == [(True, 16), (False, 16), (False, 32)]
 
 
 def refused_on_one_rank(given: None, group: dist.ProcessGroup) -> None:

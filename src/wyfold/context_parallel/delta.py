@@ -124,12 +124,14 @@ class RankedDeltaImplementation(Protocol):
 def ranked_implementation_for(call: RankCall) -> RankedDeltaImplementation:
     """Return the implementation of this rank's call; ranks may differ, because both exchange the same buffers."""
     t = call.tensors
-    by_kernels = call.options.backend == "triton" and summarized_by_kernels(
-        call.context, call.B, t.q.shape[3], t.v.shape[3]
-    )
+    options, K, V = call.options, t.q.shape[3], t.v.shape[3]
+    by_kernels = options.backend == "triton" and summarized_by_kernels(call.context, options.rule, call.B, K, V)
     return delta_by_segments if by_kernels else delta_by_operator
 
 
-def summarized_by_kernels(context: ContextParallel, B: int, K: int, V: int) -> bool:
-    """Whether the chunk kernels can compute the maps of this rank's pieces: not for wide states or without tokens."""
-    return max(K, V) <= WIDEST and B * context.tokens > 0 and len(context.pieces) > 0
+def summarized_by_kernels(context: ContextParallel, rule: str, B: int, K: int, V: int) -> bool:
+    """Whether summary kernels can compute the maps of this rank's pieces.
+
+    They cannot for a diagonal-plus-low-rank rule, for wide states, or without tokens.
+    """
+    return rule == "delta" and max(K, V) <= WIDEST and B * context.tokens > 0 and len(context.pieces) > 0

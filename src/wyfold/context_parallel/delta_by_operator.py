@@ -1,8 +1,9 @@
 """Context parallelism of the delta family by the ordinary operator: its calls compute the maps that ranks send.
 
-It serves the eager backend, states too wide for the summary kernels, and ranks without a token. A piece's map is the
-final state of the piece alone, with K more value columns. After the all-gather, one call runs all pieces from the
-states that enter them. A piece whose sequence continues on another rank therefore runs twice.
+It serves the eager backend, the diagonal-plus-low-rank rules, states too wide for the summary kernels, and ranks
+without a token. A piece's map is the final state of the piece alone, with K more value columns. After the all-gather,
+one call runs all pieces from the states that enter them. A piece whose sequence continues on another rank therefore
+runs twice.
 """
 
 from __future__ import annotations

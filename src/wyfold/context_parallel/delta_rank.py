@@ -104,7 +104,7 @@ class RankCall(NamedTuple):
         K, V = t.q.shape[3], t.v.shape[3]
         identity = torch.eye(K, dtype=S.dtype, device=S.device).expand(*S.shape[:2], K, K)
         zero_values = t.v.new_zeros(()).expand(*t.v.shape[:-1], K)
-        if V + K <= MAX_COLUMNS:
+        if len(map_widths(K, V)) == 1:
             w = None if t.w is None else torch.cat([t.w, zero_values.to(t.w.dtype)], dim=-1)
             v, state = torch.cat([t.v, zero_values], dim=-1), torch.cat([S, identity], dim=-1)
             both = t._replace(v=v, w=w, initial_state=state)
@@ -112,6 +112,11 @@ class RankCall(NamedTuple):
         H = run(t, options)[0].final_state
         M = run(t._replace(v=zero_values, w=None, initial_state=identity.contiguous()), options)[0].final_state
         return torch.cat([H, M], dim=-1)
+
+
+def map_widths(K: int, V: int) -> tuple[int, ...]:
+    """Value columns of the local calls that compute a piece's H and M: one call, or two if it were too wide."""
+    return (V + K,) if V + K <= MAX_COLUMNS else (V, K)
 
 
 class Exchange(NamedTuple):

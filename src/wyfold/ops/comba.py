@@ -44,7 +44,7 @@ def chunk_comba(
         o_t = scale S^T q_t
 
     Per value head, from S = initial_state or zeros. The state is read before the token's decay. The bitwise guarantees
-    are those of `chunk_gated_delta_rule`. With cp_context CUDA tensors need `backend="eager"`.
+    are those of `chunk_gated_delta_rule`.
 
     Args:
         q: [B, T, H, K] float32, float16, bfloat16, or float64. The paper's output correction, q - d k, is the caller's.

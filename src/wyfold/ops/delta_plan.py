@@ -278,13 +278,12 @@ def token_keys(
 
 
 def _crosses_ranks(context: ContextParallel, flags: DeltaFlags, sizes: dict[str, int]) -> bool:
-    """Whether kernels carry states across ranks. A low-rank rule has no such kernel: the table refuses the call.
+    """Whether kernels carry states across ranks.
 
-    Without collectives, ranks run the delta rule's kernels on their own sequences.
+    Without collectives, ranks run the operator's kernels on their own sequences.
     """
-    if flags.rule != "delta":
-        return True
-    return bool(context.partition.chains) and summarized_by_kernels(context, sizes["B"], sizes["K"], sizes["V"])
+    B, K, V = (sizes[letter] for letter in "BKV")
+    return bool(context.partition.chains) and summarized_by_kernels(context, flags.rule, B, K, V)
 
 
 def _collectives(context: ContextParallel, sizes: dict[str, int]) -> tuple[str, ...]:

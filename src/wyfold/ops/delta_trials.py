@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from wyfold.autograd.delta_records import DeltaTensors
+from wyfold.context_parallel.delta_rank import map_widths
 from wyfold.context_parallel.rank_exchange import exchange_trials
 from wyfold.kernels.trial import TOKENS, Sample, Trial, boundary_sample, sample, with_sequences
 from wyfold.ops.delta_checks import CheckedDelta
@@ -17,8 +19,11 @@ def call_trials(
 ) -> tuple[Trial, ...]:
     """Small calls with the kernels of this one. Sequences are cut into segments if those of the call may be.
 
-    Over ranks, the kernels are those of one rank's segments, and those that apply the states of other ranks.
+    Over ranks, the kernels are those of one rank's segments, and those that apply the states of other ranks. Those of a
+    low-rank rule are the ordinary ones, also with more value columns.
     """
+    if across_ranks and options.rule != "delta":
+        return _low_rank_trials(t, options, checked)
     q, k, v, sizes = *t[:3], checked.sizes
     scale = q.shape[-1] ** -0.5  # a number to the kernels: another scale is no other kernel
     options = options._replace(scale=scale, unit=gradient_unit(scale, q.dtype))
@@ -50,6 +55,23 @@ def call_trials(
     )
     exchange = exchange_trials(options, q, v) if across_ranks else ()
     return *with_sequences(trial, sequences, v), *exchange
+
+
+def _low_rank_trials(t: DeltaTensors, options: DeltaOptions, checked: CheckedDelta) -> tuple[Trial, ...]:
+    """Small calls of a low-rank rule over ranks: all pieces packed, and one alone, also for its map."""
+    options, K = options._replace(state_v_first=False, final_state=True), t.q.shape[-1]
+    boundaries = t.q.new_empty(2, dtype=torch.int64)
+
+    def of_width(V: int, cu: Tensor | None) -> tuple[Trial, ...]:
+        wide = lambda x: x[..., :1].expand(*x.shape[:-1], V)
+        v, w = wide(t.v), None if t.w is None else wide(t.w)
+        state = t.q.new_empty((1, t.v.shape[2], K, V), dtype=torch.float32)
+        local = t._replace(v=v, w=w, initial_state=state, cu_seqlens=cu)
+        return call_trials(local, options, checked, across_ranks=False)
+
+    V = t.v.shape[-1]
+    alone = [trial for width in dict.fromkeys((V, *map_widths(K, V))) for trial in of_width(width, None)]
+    return *of_width(V, boundaries), *alone
 
 
 def trial_segments(options: DeltaOptions, sequences: int, tokens: int) -> tuple[DeltaOptions, int, int]:

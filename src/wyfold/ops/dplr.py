@@ -47,7 +47,7 @@ def chunk_dplr_delta_rule(
     Per value head, from S = initial_state or zeros. Nothing bounds a and b: where no transition
     diag(exp(gk_t)) + b_t a_t^T enlarges a vector, all factors of the chunk form are bounded by the lengths of q, k
     and b. The bitwise guarantees are those of `chunk_gated_delta_rule`. Sequences are not cut
-    into segments, and with cp_context CUDA tensors need `backend="eager"`.
+    into segments.
 
     Args:
         q: [B, T, H, K] float32, float16, bfloat16, or float64.

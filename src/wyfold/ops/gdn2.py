@@ -49,7 +49,7 @@ def chunk_gdn2(
         o_t = scale S^T q_t
 
     Per value head, from S = initial_state or zeros. With b = w = beta it is `chunk_kda`. The bitwise guarantees are
-    those of `chunk_gated_delta_rule`. With cp_context CUDA tensors need `backend="eager"`.
+    those of `chunk_gated_delta_rule`.
 
     Args:
         q: [B, T, H, K] float32, float16, bfloat16, or float64.
