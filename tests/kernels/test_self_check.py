@@ -111,6 +111,24 @@ def test_widths_that_ran_on_no_card_are_checked_on_a_verified_one(machine):
     assert [machine.plan(unrun=True).self_check for _ in range(2)] == ["passed"] * 2 and machine.runs == 1
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.* is deprecated:DeprecationWarning")
+def test_a_trace_is_checked_like_any_other_call(machine):
+    """`torch.jit.trace` makes tensors of sizes, and of the numbers that follow from them. They are no keys."""
+    traced = []
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        heads, width = x.shape[2:]
+        small = TRIAL._replace(samples=(TRIAL.samples[0]._replace(rest=(heads, width)),), values=("triton", 2 * width))
+        traced.append(machine.plan(small=small).self_check)
+        return 2 * x
+
+    x = torch.zeros(1, 3, 2, 64)
+    call(x)
+    for _ in range(2):
+        torch.jit.trace(call, x, check_trace=False)
+    assert traced == ["passed"] * 3 and machine.runs == 1
+
+
 @pytest.mark.parametrize("D", [60, 64])
 def test_which_widths_ran_on_no_card(D: int, monkeypatch):
     """Those of TTT-Linear and of key grams that are no multiple of 8."""

@@ -98,9 +98,9 @@ def outcome(trial: Trial, device: torch.device, *, run: bool) -> Outcome:
 
 
 def _plain(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The values, with constants for a compiler's symbols: their text specialises them."""
+    """The values, with constants for symbols of a compiler, whose text specialises them, and for tensors of a trace."""
     if not torch.compiler.is_compiling():
-        return values
+        return tuple([x.item() if isinstance(x, torch.Tensor) else x for x in values])
     return tuple([_constant(x) for x in values])
 
 
