@@ -110,7 +110,9 @@ def _substitute_across_warps(b_L, NB: tl.constexpr, WARPS: tl.constexpr):
     B: tl.constexpr = TIMES * NB * 2
     b_L = tl.broadcast_to(b_L[:, None, :, None, :], (16, TIMES, NB, 2, 16)).reshape(1, 16, B, 16)
     b_X = inverse_by_substitution(b_L, 1, B).reshape(16, TIMES, NB, 2, 16)
-    if TIMES > 1:
+    if TIMES == 2:
+        b_X, _ = b_X.permute(0, 2, 3, 4, 1).split()
+    elif TIMES > 1:
         b_X = tl.sum(tl.where(tl.arange(0, TIMES)[None, :, None, None, None] == 0, b_X, 0.0), axis=1)
     b_X = b_X.reshape(16, NB, 2, 16)
     return tl.sum(tl.where(tl.arange(0, 2)[None, None, :, None] == 0, b_X, 0.0), axis=2)

@@ -67,7 +67,7 @@ def wyfold_low_rank_gradients_triton(
     # Erasing rows and queries, and the written values of both columns, are one operand of 2 BT rows.
     b_reads, b_writes = tl.zeros((2 * BT, BK), tl.float32), tl.zeros((2 * BT, BK), tl.float32)
     b_D = tl.zeros((2 * BT, 2 * BT), tl.float32)
-    b_carried = tl.zeros((BK,), tl.float32)
+    b_carried = tl.zeros((NB, BK), tl.float32)
     for i_v in range((V + BV - 1) // BV):
         b_S = load_tile(borders.S, i_tile, i_v * BV, i_k * BK, V, K, BV, BK)
         b_dS = load_tile(borders.dS, i_tile, i_v * BV, i_k * BK, V, K, BV, BK)
@@ -76,7 +76,7 @@ def wyfold_low_rank_gradients_triton(
         b_reads = mm(b_XO, b_S, b_reads, OP, PRECISION)
         b_writes = mm(b_WV, b_dS, b_writes, OP, PRECISION)
         b_D = mm(b_XO, tl.trans(b_WV), b_D, OP, PRECISION)
-        b_carried += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), axis=0)
+        b_carried += _row_sums(b_S.to(tl.float32) * b_dS.to(tl.float32), NB)
     grams = _met(b_D, BEFORE, OP, PRECISION)
     i_n = tl.arange(0, NB)
     column = i_k * BK
@@ -90,7 +90,7 @@ def wyfold_low_rank_gradients_triton(
     b_written = columns[0] * b_db
     if TWO:
         b_written = tl.fma(columns[1], b_dk, b_written)
-    b_over = b_carried[None, :] * tl.exp2(total_of(sums)) * unit
+    b_over = _sum_of_sums(b_carried, memory)[None, :] * tl.exp2(total_of(sums)) * unit
     b_over += sum_over(tl.sum(b_written, axis=1), i_n * 0, i_n, NB)
     anchors = number_of_anchors(sums)
     if anchors == 1:
@@ -139,3 +139,24 @@ def _met(b_D, BEFORE: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
         far, own = o_s < o_r, (o_s == o_r) & query
     b_far = operand_of(tl.where(far, b_D, 0.0), OP, PRECISION)
     return GramGradients(b_far, operand_of(tl.where(own, b_D, 0.0), OP, PRECISION))
+
+
+@triton.jit
+def _row_sums(x, WARPS: tl.constexpr):
+    """Sums of the rows of x in as many groups as there are warps.   [BV, BK] -> [WARPS, BK]
+
+    Lanes of a warp have 4 rows side by side, so a group is a warp's.
+    """
+    return tl.sum(tl.sum(x.reshape(x.shape[0] // (4 * WARPS), WARPS, 4, x.shape[1]), axis=0), axis=1)
+
+
+@triton.jit
+def _sum_of_sums(x, memory):
+    """Sum of the rows of x [WARPS, BK], with neighbouring columns in neighbouring lanes, as in sub-chunks.   [BK]
+
+    Warps exchange sums through shared memory: with eight columns in a thread, all lanes would write to one bank.
+    """
+    W: tl.constexpr = x.shape[0]
+    BK: tl.constexpr = x.shape[1]
+    p = memory.near + tl.arange(0, W)[:, None] * BK + tl.arange(0, BK)[None, :] + 2 * memory.opaque_zero
+    return tl.sum(tl.load(p, mask=tl.full((W, BK), 0, tl.int32) + memory.opaque_zero > 0, other=x), axis=0)

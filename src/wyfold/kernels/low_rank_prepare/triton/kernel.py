@@ -26,7 +26,15 @@ from wyfold.tile.decay.channel.triton.anchors import (
     to_loaded_layout,
 )
 from wyfold.tile.dot.triton import mm, mm_exact
-from wyfold.tile.index.triton import TokenRows, chunk_span, stack, store_tile, store_tokens, store_upper, unstack
+from wyfold.tile.index.triton import (
+    TokenRows,
+    chunk_span,
+    interleave,
+    separate,
+    store_tile,
+    store_tokens,
+    store_upper,
+)
 from wyfold.tile.inverse.triton import inverse_transposed
 
 
@@ -97,7 +105,7 @@ def wyfold_low_rank_prepare_triton(
             store_tile(factors.rows, i_tile, 0, column, b_a, BT, K, BT, BK)
         o_k = column + tl.arange(0, BK)[None, :]
         tl.store(factors.total + i_tile * K + o_k, tl.exp2(chunk_total(sums)), mask=o_k < K)
-        b_rows = stack(b_a, b_q)
+        b_rows = interleave(b_a, b_q)
         b_c = erased_columns(tokens, at, heads, norms, column, 0, RULE, SIZES, BK, 0) * b_column
         b_APb = _add_grams(b_APb, b_rows, b_c, OP, PRECISION)
         if TWO:
@@ -112,7 +120,7 @@ def wyfold_low_rank_prepare_triton(
             b_row, b_column = anchored(b_p, anchor, PRECISION)
             b_q = scale_rows(load_rows(tokens.q, tokens.s_q, at, heads.k, again, 0, K, BT, BK, 0), norms.q) * b_row
             b_a = erasing_rows(tokens, early, heads, norms.early, again, 0, RULE, SIZES, BK, 0) * b_row
-            b_rows = stack(b_a, b_q)
+            b_rows = interleave(b_a, b_q)
             b_c = erased_columns(tokens, at, heads, norms, again, 0, RULE, SIZES, BK, 0) * b_column
             b_APb = _add_grams(b_APb, b_rows, b_c, OP, PRECISION)
             if TWO:
@@ -120,7 +128,7 @@ def wyfold_low_rank_prepare_triton(
                 b_APk = _add_grams(b_APk, b_rows, b_c, OP, PRECISION)
 
     o_r, o_s = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
-    b_L, b_P = unstack(b_APb)
+    b_L, b_P = separate(b_APb)
     b_L = -_erasing_gram(b_L, BEFORE)
     b_PbT = tl.trans(tl.where(o_s <= o_r, b_P, 0.0))
     # Only substitution reads the first, no tile product.
@@ -130,13 +138,13 @@ def wyfold_low_rank_prepare_triton(
         store_upper(factors.A, i_tile, b_AT, BT)
     b_rows = b_AT
     if TWO:
-        b_J, b_P = unstack(b_APk)
+        b_J, b_P = separate(b_APk)
         b_RT = mm_exact(tl.trans(_erasing_gram(b_J, BEFORE)), b_AT, None, EXACT)
         b_PkT = tl.trans(tl.where(o_s <= o_r, b_P, 0.0))
         store_upper(factors.P, i_tile, mm_exact(b_RT, b_PbT, b_PkT, EXACT), BT)
         if backward:
             store_upper(factors.R, i_tile, b_RT, BT)
-        b_rows = stack(b_AT, b_RT)
+        b_rows = interleave(b_AT, b_RT)
 
     for column in tl.range(0, K, BE, num_stages=STAGES):
         sums = load_chunk_sums(gate, at, i_hv, column, opaque_zero, ACTIVATION, K, BT, BE, OP)
@@ -145,7 +153,7 @@ def wyfold_low_rank_prepare_triton(
         b_E = mm_exact(b_rows, b_c, None, EXACT)
         if TWO:
             b_k = load_rows(tokens.k, tokens.s_k, at, heads.k, column, 0, K, BT, BE, 0) * b_out
-            b_E, b_K = unstack(b_E)
+            b_E, b_K = separate(b_E)
             store_tile(factors.K, i_tile, 0, column, b_K + b_k, BT, K, BT, BE)
         store_tile(factors.E, i_tile, 0, column, b_E, BT, K, BT, BE)
 

@@ -243,12 +243,19 @@ def load_map(p_M, i, K: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def stack(x, y):
-    """The rows of x, then those of y.   2 x [BT, BW] -> [2 BT, BW]"""
-    return tl.join(x, y).permute(2, 0, 1).reshape(2 * x.shape[0], x.shape[1])
+def interleave(x, y):
+    """Rows of x and of y, alternating 8 at a time.   2 x [BT, BW] -> [2 BT, BW]
+
+    A thread of a matrix product's result has rows 8 apart, so both kinds of a row are in one thread.
+    """
+    BW: tl.constexpr = x.shape[1]
+    return tl.join(x, y).reshape(x.shape[0] // 8, 8, BW, 2).permute(0, 3, 1, 2).reshape(2 * x.shape[0], BW)
 
 
 @triton.jit
-def unstack(x):
-    """The first and the last half of the rows.   [2 BT, BW] -> 2 x [BT, BW]"""
-    return x.reshape(2, x.shape[0] // 2, x.shape[1]).permute(1, 2, 0).split()
+def separate(x):
+    """The inverse of `interleave`.   [2 BT, BW] -> 2 x [BT, BW]"""
+    BT: tl.constexpr = x.shape[0] // 2
+    BW: tl.constexpr = x.shape[1]
+    x, y = x.reshape(BT // 8, 2, 8, BW).permute(0, 2, 3, 1).split()
+    return x.reshape(BT, BW), y.reshape(BT, BW)
