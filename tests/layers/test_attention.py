@@ -118,6 +118,8 @@ def test_state_dict_names_are_stable():
         ({"head_dim": 7}, "head_dim must be even, since channels rotate in pairs, got 7"),
         ({"window": 0}, "window must be at least 1, got 0"),
         ({"rope_base": "10000"}, "rope_base must be a number, got str"),
+        ({"rope_base": 0}, "rope_base must be > 0, got 0"),
+        ({"rope_base": -1e4}, "rope_base must be > 0, got -10000.0"),
     ],
 )
 def test_errors_name_the_argument(arguments, message):

@@ -11,7 +11,19 @@ import pytest
 import torch
 
 from wyfold import SequenceLayout
-from wyfold.layers import LayerCache
+from wyfold.layers import (
+    DeltaNet,
+    GatedDeltaNet,
+    GatedDeltaNet2,
+    GatedDeltaProduct,
+    GatedLinearAttention,
+    GatedRMSNorm,
+    KimiDeltaAttention,
+    LayerCache,
+    RWKV7TimeMix,
+    TTTLinear,
+)
+from wyfold.models import DecoderConfig
 from wyfold.reference import error
 
 LENGTHS = [11, 0, 20, 1]  # packed documents; the buffer has 7 more rows
@@ -218,3 +230,59 @@ def test_errors_name_the_argument(mixer, x):
         mixer(x, cache=[cache])
     with pytest.raises(TypeError, match=f"^{name}: cp_context must be a ContextParallel or None, got SequenceLayout"):
         mixer(x, cp_context=layout)
+
+
+def test_a_cache_of_other_sizes_or_kinds_is_refused(mixer, x):
+    """The tensors of another layer, or of a damaged file, would reach PyTorch's errors or be read as something else."""
+    name = type(mixer).__name__
+    cache = LayerCache()
+    mixer(x[:, :20], cache=cache)
+    for held, tensor in cache.items():
+        fraction = tensor.is_floating_point()
+        spoiled = {
+            "a dimension more": tensor[..., None],
+            "another kind of numbers": tensor.int() if fraction else tensor.double(),
+            "another device": tensor.to("meta"),
+        }
+        if tensor.ndim > 2 and held != "conv":  # a convolution may be given more inputs than it reads
+            spoiled["another width"] = torch.cat([tensor, tensor], dim=-1)
+        for what, wrong in spoiled.items():
+            with pytest.raises(ValueError, match=rf"^{name}: cache\['{held}'\] must ") as refused:
+                mixer(x[:, 20:22], cache=LayerCache({**cache, held: wrong}))
+            assert "got" in str(refused.value), what
+
+
+def test_a_wider_cache_of_keys_is_refused(build):
+    layer, cache = build("attention", torch.float32), LayerCache()
+    x = torch.randn(2, 9, 24)
+    layer(x, cache=cache)
+    for held in ("keys", "values"):
+        with pytest.raises(
+            ValueError, match=rf"^SoftmaxAttention: cache\['{held}'\] must be float32 or narrower.* got f"
+        ):
+            layer(x, cache=LayerCache({**cache, held: cache[held].double()}))
+    narrow = LayerCache(dict(cache.items())).to(dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x, cache=cache).shape == layer(x, cache=narrow).shape
+
+
+def test_an_input_on_another_device_is_refused(mixer, x):
+    with pytest.raises(
+        ValueError, match=f"^{type(mixer).__name__}: x must be on cpu, as the layer's parameters are, got meta$"
+    ):
+        mixer(x.to("meta"))
+
+
+@pytest.mark.parametrize("eps", [0.0, -1e-6, float("nan"), "1e-6"])
+def test_norm_eps_is_checked_where_it_is_given(eps):
+    layers = (
+        DeltaNet, GatedDeltaNet, GatedDeltaNet2, GatedDeltaProduct, GatedLinearAttention, KimiDeltaAttention,
+        RWKV7TimeMix, TTTLinear,
+    )  # fmt: skip
+    for layer in layers:
+        with pytest.raises((TypeError, ValueError), match=f"^{layer.__name__}: norm_eps must be .*"):
+            layer(32, 2, head_dim=16, norm_eps=eps)
+    with pytest.raises((TypeError, ValueError), match=r"^DecoderConfig: norm_eps must be "):
+        DecoderConfig(norm_eps=eps)
+    with pytest.raises((TypeError, ValueError), match=r"^GatedRMSNorm: eps must be "):
+        GatedRMSNorm(16, eps=eps)

@@ -156,6 +156,7 @@ def test_state_dict_names_are_stable():
     [
         ({"head_dim": 136}, "head_dim must have width K from 1 to 128, got 136"),
         ({"head_dim": 7}, "rope_base must be None with an odd head_dim, got 10000.0 with 7"),
+        ({"head_v_dim": torch.ones(2)}, "head_v_dim must be an int, got Tensor"),
         ({"head_v_dim": 8}, "head_v_dim must be None or head_dim = 16, got 8"),
         ({"mini_batch": 8}, "mini_batch must be one of 16, 32, 64, got 8"),
         ({"base_step": float("inf")}, "base_step must be finite, got inf"),
@@ -163,7 +164,7 @@ def test_state_dict_names_are_stable():
     ],
 )
 def test_errors_name_the_argument(arguments, message):
-    with pytest.raises(ValueError, match=f"^TTTLinear: {message}$"):
+    with pytest.raises((TypeError, ValueError), match=f"^TTTLinear: {message}$"):
         TTTLinear(**{"hidden_size": 32, "num_heads": 2, "head_dim": 16} | arguments)
 
 

@@ -66,7 +66,10 @@ def test_a_configuration_owns_its_options():
             r"options\['attention'\]\['window'\] must be an int, got float, in attention",
         ),
         ({"num_v_heads": 3}, r"num_v_heads must be a multiple of num_heads = 4, got 3, in gated_delta_net"),
-        ({"options": {"gdn": {"norm_eps": None}}}, r"options\['gated_delta_net'\]: eps must be a number, got .*"),
+        (
+            {"options": {"gdn": {"norm_eps": None}}},
+            r"options\['gated_delta_net'\]\['norm_eps'\] must be a number, got NoneType, in gated_delta_net",
+        ),
         ({"head_dim": 300}, r"head_dim .*, got 300, in gated_delta_net"),
         ({"options": {"kda": {"hidden_size": 3}}}, r"options\['kda'\] must be among num_heads, .*, got 'hidden_size'"),
     ],

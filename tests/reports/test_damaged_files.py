@@ -349,7 +349,7 @@ FIELDS = {
     "num_layers": (10**9, "num_layers must be at most 65536, got 1000000000"),
     "num_heads": (10**12, "num_heads must be at most 16777216, got 1000000000000"),
     "vocab_size": (None, "vocab_size must be an int, got NoneType"),
-    "norm_eps": (-1.0, "norm_eps must be from 0 to 1, got -1.0"),
+    "norm_eps": (-1.0, "norm_eps must be above 0, got -1.0"),
     "options": ({"attention": {"num_kv_heads": 10**17}}, "must"),
     "extra": (1, "fields must be known to this version, got extra"),
 }

@@ -68,6 +68,8 @@ class SoftmaxAttention(nn.Module):
             raise ValueError(f"{name}: head_dim must be even, since channels rotate in pairs, got {head_dim}")
         self.window = None if window is None else check.integer(name, "window", window, least=1)
         self.rope_base = check.number(name, "rope_base", rope_base)
+        if self.rope_base <= 0:
+            raise ValueError(f"{name}: rope_base must be > 0, got {rope_base}")
         self.qkv = nn.Linear(hidden_size, (num_heads + 2 * self.num_kv_heads) * head_dim, bias=False)
         self.out = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
 
@@ -103,7 +105,8 @@ class SoftmaxAttention(nn.Module):
                 "SoftmaxAttention: window must be None under torch.jit.trace, which would fix the keys that are seen "
                 f"to those of the traced length, got {self.window}; use torch.export"
             )
-        holds = ("keys", "values", "positions")
+        row = f"N S {self.num_kv_heads} {self.head_dim}"
+        holds = {"keys": row, "values": row, "positions": "N S"}
         sequences(
             "SoftmaxAttention", x, self.hidden_size, self.qkv, layout, cache, holds, cp_context, self._alike_on_ranks
         )
@@ -115,6 +118,8 @@ class SoftmaxAttention(nn.Module):
         positions = _positions(x, layout, past) if cp_context is None else cp_context.position_ids(x.device)
         qk, v = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
         q, k = rotate(qk, positions, self.rope_base).split([self.num_heads, self.num_kv_heads], dim=2)
+        if past is not None:
+            _check_precision(past, q)
         fresh = Keys(k, v, positions.expand(x.shape[:2]))
         kept: Keys | None = None
         if cp_context is not None:
@@ -167,6 +172,18 @@ class Keys(NamedTuple):
 
     def then(self, other: Keys) -> Keys:
         return Keys(*(torch.cat(pair, dim=1) for pair in zip(self, other, strict=True)))
+
+
+def _check_precision(past: Keys, q: Tensor) -> None:
+    """Raise unless PyTorch's attention reads the cached rows beside queries of q's dtype, or autocast rounds them."""
+    exact = q.dtype if autocast_dtype(q.device.type) is None else torch.promote_types(q.dtype, torch.float32)
+    for name, rows in (("keys", past.keys), ("values", past.values)):
+        if torch.promote_types(rows.dtype, exact) != exact:
+            expected, got = (str(dtype).removeprefix("torch.") for dtype in (exact, rows.dtype))
+            raise ValueError(
+                f"SoftmaxAttention: cache[{name!r}] must be {expected} or narrower, as the queries are, got {got}; "
+                "cast a cache by its to(dtype=...)"
+            )
 
 
 def _positions(x: Tensor, layout: SequenceLayout | None, past: Keys | None) -> Tensor:

@@ -27,6 +27,9 @@ from wyfold.runtime import check
 ACTIVATIONS = frozenset({"conv", "keys", "values"})
 """Cache tensors with the dtype of the layer's activations; other floating tensors are recurrent states."""
 
+COUNTS = frozenset({"counts", "position", "positions"})
+"""Cache tensors of integers."""
+
 
 class LayerCache:
     """State of one layer for N sequences: tensors by name, replaced by each call.
@@ -362,7 +365,7 @@ def _check_entry(name: object, x: object) -> None:
 def _check_rows(op: str, rows: Tensor, count: int | None) -> None:
     """Refuse invalid row indices of a cache with `count` sequences; None: the cache is empty."""
     check.shapes(op, rows=(rows, "N"))
-    check.floating(op, (torch.int32, torch.int64), rows=rows)
+    check.floating(op, check.INDICES, rows=rows)
     if count is None or rows.numel() == 0 or not check.readable(rows):
         return
     least, most = (int(row) for row in rows.aminmax())

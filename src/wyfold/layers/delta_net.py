@@ -158,9 +158,11 @@ class DeltaMixer(nn.Module):
         if isinstance(cache, LayerPool):
             if cp_context is not None:
                 pool: Any = cache  # refused like any cache, on all ranks
-                sequences(type(self).__name__, x, self.hidden_size, self.qkv, layout, pool, (), cp_context)
+                sequences(type(self).__name__, x, self.hidden_size, self.qkv, layout, pool, {}, cp_context)
             return self._served(x, layout, cache)
-        sequences(type(self).__name__, x, self.hidden_size, self.qkv, layout, cache, ("conv", "state"), cp_context)
+        D, HV, K, V = sum(self.channels), self.num_v_heads, self.head_dim, self.head_v_dim
+        holds = {"conv": f"N {D} S", "state": f"N {HV} {K} {V}"}
+        sequences(type(self).__name__, x, self.hidden_size, self.qkv, layout, cache, holds, cp_context)
         qkv = self.conv(self.qkv(x), layout=layout, cache=cache, cp_context=cp_context)
         q, k, v = self._heads(qkv)
         options = {
@@ -196,7 +198,7 @@ class DeltaMixer(nn.Module):
 
     def _served(self, x: Tensor, layout: SequenceLayout | None, pool: LayerPool) -> Tensor:
         """`forward` with states in pool slots."""
-        sequences(type(self).__name__, x, self.hidden_size, self.qkv, layout, None, ())
+        sequences(type(self).__name__, x, self.hidden_size, self.qkv, layout, None, {})
         where: dict[str, Any] = {"state_indices": pool.slots, "has_initial_state": pool.given, "backend": self.backend}
         packed: dict[str, Any] = {} if layout is None and x.shape[1] == 1 else {"cu_seqlens": layout}
         rule = prefill if packed else decode
@@ -269,7 +271,7 @@ class DeltaNet(DeltaMixer):
     ):
         sizes = (hidden_size, num_heads, num_v_heads, head_dim, head_v_dim, conv_size)
         super().__init__(*sizes, allow_neg_eigval, backend)
-        self.norm = nn.RMSNorm(self.head_v_dim, eps=check.number("DeltaNet", "norm_eps", norm_eps))
+        self.norm = nn.RMSNorm(self.head_v_dim, eps=check.epsilon("DeltaNet", norm_eps, name="norm_eps"))
 
     def read_out(self, o: Tensor, x: Tensor) -> Tensor:
         return self.norm(o)

@@ -12,6 +12,7 @@ from wyfold.layers import from_hf
 from wyfold.layers.delta_net import DeltaMixer
 from wyfold.layers.norm import GatedRMSNorm
 from wyfold.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from wyfold.runtime import check
 
 
 class DecayParameters(nn.Module):
@@ -126,7 +127,8 @@ class GatedDeltaNet(DeltaMixer):
         self.decay = nn.Linear(hidden_size, self.num_v_heads, bias=False)
         self.decay_parameters = DecayParameters(self.num_v_heads)
         self.gate = nn.Linear(hidden_size, self.value_size, bias=False)
-        self.norm = GatedRMSNorm(self.head_v_dim, eps=norm_eps, backend=backend)
+        eps = check.epsilon("GatedDeltaNet", norm_eps, name="norm_eps")
+        self.norm = GatedRMSNorm(self.head_v_dim, eps=eps, backend=backend)
 
     @classmethod
     def from_hf(cls, layer: Any, *, backend: str | None = None) -> GatedDeltaNet:

@@ -84,7 +84,8 @@ class GatedDeltaNet2(nn.Module):
         self.decay_parameters = DecayParameters(self.num_v_heads, self.head_dim)
         self.gate_down = nn.Linear(hidden_size, self.head_v_dim, bias=False)
         self.gate_up = nn.Linear(self.head_v_dim, values)
-        self.norm = GatedRMSNorm(self.head_v_dim, eps=norm_eps, activation="sigmoid", backend=backend)
+        eps = check.epsilon(name, norm_eps, name="norm_eps")
+        self.norm = GatedRMSNorm(self.head_v_dim, eps=eps, activation="sigmoid", backend=backend)
         self.out = nn.Linear(values, hidden_size, bias=False)
 
     def forward(
@@ -112,7 +113,9 @@ class GatedDeltaNet2(nn.Module):
             TypeError: x has another dtype than the parameters outside autocast, or cache is not a `LayerCache`.
             ValueError: x, layout and cache do not fit together.
         """
-        sequences("GatedDeltaNet2", x, self.hidden_size, self.qkv, layout, cache, ("conv", "state"), cp_context)
+        D, HV, K, V = sum(self.channels), self.num_v_heads, self.head_dim, self.head_v_dim
+        holds = {"conv": f"N {D} S", "state": f"N {HV} {K} {V}"}
+        sequences("GatedDeltaNet2", x, self.hidden_size, self.qkv, layout, cache, holds, cp_context)
         qkv = self.conv(self.qkv(x), layout=layout, cache=cache, cp_context=cp_context)
         q, k, v = qkv.split(self.channels, dim=-1)
         q, k = (rows.unflatten(-1, (self.num_heads, self.head_dim)) for rows in (q, k))

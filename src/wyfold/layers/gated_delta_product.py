@@ -83,7 +83,8 @@ class GatedDeltaProduct(DeltaMixer):
         self.forget = nn.Linear(hidden_size, self.num_v_heads, bias=False) if forget_gate else None
         self.decay_parameters = DecayParameters(self.num_v_heads) if forget_gate else None
         self.gate = nn.Linear(hidden_size, self.num_v_heads * self.head_v_dim, bias=False)
-        self.norm = GatedRMSNorm(self.head_v_dim, eps=norm_eps, backend=backend)
+        eps = check.epsilon(name, norm_eps, name="norm_eps")
+        self.norm = GatedRMSNorm(self.head_v_dim, eps=eps, backend=backend)
 
     def gate_arguments(self, x: Tensor) -> dict[str, Any]:
         updates = {"num_householder": self.updates}

@@ -89,7 +89,8 @@ class GatedLinearAttention(nn.Module):
         self.decay_down = nn.Linear(hidden_size, decay_rank, bias=False)
         self.decay_up = nn.Linear(decay_rank, self.num_v_heads * self.head_dim)
         self.gate = nn.Linear(hidden_size, values, bias=False)
-        self.norm = GatedRMSNorm(self.head_v_dim, eps=norm_eps, backend=backend)
+        eps = check.epsilon(name, norm_eps, name="norm_eps")
+        self.norm = GatedRMSNorm(self.head_v_dim, eps=eps, backend=backend)
         self.out = nn.Linear(values, hidden_size, bias=False)
 
     def forward(
@@ -117,7 +118,9 @@ class GatedLinearAttention(nn.Module):
             TypeError: x has another dtype than the parameters outside autocast, or cache is not a `LayerCache`.
             ValueError: x, layout and cache do not fit together.
         """
-        holds = ("state",) if self.conv is None else ("conv", "state")
+        holds = {"state": f"N {self.num_v_heads} {self.head_dim} {self.head_v_dim}"}
+        if self.conv is not None:
+            holds["conv"] = f"N {sum(self.channels)} S"
         sequences("GatedLinearAttention", x, self.hidden_size, self.qkv, layout, cache, holds, cp_context)
         qkv = self.qkv(x)
         if self.conv is not None:

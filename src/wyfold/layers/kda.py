@@ -76,7 +76,8 @@ class KimiDeltaAttention(DeltaMixer):
         self.decay_parameters = DecayParameters(self.num_v_heads, self.head_dim, bounded=lower_bound is not None)
         self.gate_down = nn.Linear(hidden_size, self.head_v_dim, bias=False)
         self.gate_up = nn.Linear(self.head_v_dim, self.value_size)
-        self.norm = GatedRMSNorm(self.head_v_dim, eps=norm_eps, activation="sigmoid", backend=backend)
+        eps = check.epsilon("KimiDeltaAttention", norm_eps, name="norm_eps")
+        self.norm = GatedRMSNorm(self.head_v_dim, eps=eps, activation="sigmoid", backend=backend)
 
     @classmethod
     def from_hf(cls, layer: Any, *, backend: str | None = None) -> KimiDeltaAttention:

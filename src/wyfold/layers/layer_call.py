@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from wyfold.context_parallel.context import ContextParallel
-from wyfold.layers.cache import LayerCache, require_cache
+from wyfold.layers.cache import COUNTS, LayerCache, require_cache
 from wyfold.ops.rank_agreement import ranked_call
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
@@ -25,7 +25,7 @@ def sequences(
     reader: nn.Module,
     layout: SequenceLayout | None,
     cache: LayerCache | None,
-    holds: tuple[str, ...],
+    holds: Mapping[str, str],
     cp_context: ContextParallel | None = None,
     alike: Callable[[Tensor], Mapping[str, object]] | None = None,
 ) -> int:
@@ -38,7 +38,7 @@ def sequences(
         reader: The layer's first projection of x.
         layout: Boundaries of a packed input, for which B is 1. None: each row is a sequence.
         cache: Tensors [N, ...], or empty, or None.
-        holds: Names of the tensors in the layer's cache. With another layer's cache it would silently start from zeros.
+        holds: Name of each tensor in the layer's cache -> its shape, as of `check.shapes`.
         cp_context: Instead of layout and cache; N is then the number of sequences that begin on this rank. An error on
             one rank in the first call of a kind is raised on all ranks.
         alike: Returns the properties that must be equal on all ranks. None: the layer's operators compare theirs.
@@ -103,7 +103,7 @@ def _count(
     reader: nn.Module,
     layout: SequenceLayout | None,
     cache: LayerCache | None,
-    holds: tuple[str, ...],
+    holds: Mapping[str, str],
     cp_context: ContextParallel | None,
 ) -> int:
     """`sequences` without comparison of ranks."""
@@ -125,25 +125,39 @@ def _count(
             raise ValueError(f"{layer}: x must be [1, T, hidden_size] = {wanted} for its layout, got {list(x.shape)}")
         N = layout.max_seqs
     if cache is not None:
-        cache = require_cache(layer, cache)
-        if len(cache) and not cache.keys() >= set(holds):
-            raise ValueError(
-                f"{layer}: cache must be empty or hold {', '.join(holds)}, got {', '.join(map(str, cache))}"
-            )
-        for name, held in cache.items():
-            if check.tensor(layer, f"cache[{name!r}]", held).shape[:1] != (N,):
-                raise ValueError(f"{layer}: cache must hold the {N} sequences of x, got {name!r} {list(held.shape)}")
+        _check_cache(layer, x, require_cache(layer, cache), holds, N)
     return N
 
 
+def _check_cache(layer: str, x: Tensor, cache: LayerCache, holds: Mapping[str, str], N: int) -> None:
+    """Raise unless the cache is empty or holds this layer's tensors for N sequences; see `sequences`."""
+    if len(cache) == 0:
+        return
+    if not cache.keys() >= holds.keys():  # another layer's cache would silently count as an empty one
+        raise ValueError(f"{layer}: cache must be empty or hold {', '.join(holds)}, got {', '.join(map(str, cache))}")
+    for name, held in cache.items():
+        if check.tensor(layer, f"cache[{name!r}]", held).shape[:1] != (N,):
+            raise ValueError(f"{layer}: cache must hold the {N} sequences of x, got {name!r} {list(held.shape)}")
+    shapes: dict[str, Any] = {f"cache[{name!r}]": (cache[name], shape) for name, shape in holds.items()}
+    check.shapes(layer, known={"N": N}, **shapes)
+    for name in holds:
+        dtypes = check.INDICES if name in COUNTS else check.FLOATS
+        check.floating(layer, dtypes, **{f"cache[{name!r}]": cache[name]})
+    check.same_attribute(layer, "device", x=x, **{name: held for name, (held, _) in shapes.items()})
+
+
 def _of_parameters(layer: str, x: Tensor, reader: nn.Module) -> None:
-    """Refuse an x whose dtype PyTorch's matrix product would refuse, with a clearer message.
+    """Refuse an x whose device or dtype PyTorch's matrix product would refuse, with a clearer message.
 
     A module that replaces the projection, for example with quantized parameters, checks its input itself.
     """
-    if type(reader) is not nn.Linear or autocast_dtype(x.device.type) is not None:
+    if type(reader) is not nn.Linear:
         return
-    if "forward" in reader.__dict__ or reader._forward_pre_hooks:  # a hook may cast what is stored in another dtype
+    if "forward" in reader.__dict__ or reader._forward_pre_hooks:  # a hook may cast or move what is stored elsewhere
+        return
+    if x.device != reader.weight.device:
+        raise ValueError(f"{layer}: x must be on {reader.weight.device}, as the layer's parameters are, got {x.device}")
+    if autocast_dtype(x.device.type) is not None:
         return
     wanted = reader.weight.dtype
     if x.dtype != wanted:

@@ -25,7 +25,7 @@ class GatedRMSNorm(nn.Module):
 
     Raises:
         TypeError: An argument has the wrong Python type.
-        ValueError: width < 1, an unknown activation, or an unknown backend.
+        ValueError: width < 1, eps not above 0, an unknown activation, or an unknown backend.
 
     Source:
         Gated DeltaNet, arXiv:2412.06464v3, section 3.4; Kimi Linear, arXiv:2510.26692, Eq. (10).
@@ -43,7 +43,7 @@ class GatedRMSNorm(nn.Module):
         super().__init__()
         check.integer("GatedRMSNorm", "width", width, least=1)
         check.choice("GatedRMSNorm", "activation", activation, ("swish", "silu", "sigmoid"))
-        self.eps = check.number("GatedRMSNorm", "eps", eps)
+        self.eps = check.epsilon("GatedRMSNorm", eps)
         check.flag("GatedRMSNorm", round_before_weight=round_before_weight)
         check.choice("GatedRMSNorm", "backend", backend, (None, *table.BACKENDS))
         self.activation, self.round_before_weight, self.backend = activation, round_before_weight, backend

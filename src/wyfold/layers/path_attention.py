@@ -137,8 +137,13 @@ class PaTHAttention(nn.Module):
             TypeError: x has another dtype than the parameters outside autocast, or cache is not a `LayerCache`.
             ValueError: x, layout and cache do not fit together, or a context is given.
         """
-        more = ("gates",) * (self.g_proj is not None) + ("conv",) * (self.w_conv1d is not None)
-        holds = ("keys", "values", "counts", "w", "beta", *more)
+        row = f"{self.num_kv_heads} {self.head_dim}"
+        holds = {"keys": f"N S {row}", "values": f"N S {row}", "counts": "N"}
+        holds |= {"w": f"N P {row}", "beta": f"N P {self.num_kv_heads}"}
+        if self.g_proj is not None:
+            holds["gates"] = f"N S {self.num_heads}"
+        if self.w_conv1d is not None:
+            holds["conv"] = f"N {self.num_kv_heads * self.head_dim} columns"
         N = sequences(NAME, x, self.hidden_size, self.q_proj, layout, cache, holds, cp_context)
         if cp_context is not None:
             raise ValueError(f"{NAME}: cp_context must be None, got one; no sequence of this layer is divided by ranks")

@@ -128,7 +128,7 @@ class RWKV7TimeMix(nn.Module):
         if layer_idx > 0:
             self.v_lora = LowRank(hidden_size, sizes[2], values, nn.Identity(), _value_bias)
         self.g_lora = LowRank(hidden_size, sizes[3], values, nn.Sigmoid(), None)
-        eps = self.head_dim * check.number(NAME, "norm_eps", norm_eps)
+        eps = self.head_dim * check.epsilon(NAME, norm_eps, name="norm_eps")
         self.g_norm = HeadNorm(num_heads, values, eps, ((layer_idx + 1) / layers) ** 0.7)
         self.reset_parameters()
 
@@ -174,7 +174,8 @@ class RWKV7TimeMix(nn.Module):
             TypeError: x has another dtype than the parameters outside autocast, or cache is not a `LayerCache`.
             ValueError: x, layout, cache and first_value do not fit together.
         """
-        sequences(NAME, x, self.hidden_size, self.r_proj, layout, cache, ("conv", "state"), cp_context)
+        holds = {"conv": f"N {self.hidden_size} S", "state": f"N {self.num_heads} {self.head_dim} {self.head_v_dim}"}
+        sequences(NAME, x, self.hidden_size, self.r_proj, layout, cache, holds, cp_context)
         check.flag(NAME, return_value=return_value)
         self._check_first_value(x, first_value)
         rows = self._rows(x, first_value, self._shifted(x, layout, cache, cp_context))

@@ -78,7 +78,7 @@ class TTTLinear(nn.Module):
         self.hidden_size = check.integer(name, "hidden_size", hidden_size, least=1)
         self.num_heads, self.num_v_heads = grouped_heads(name, num_heads, num_v_heads)
         check.any_width(name, "K", "head_dim", check.integer(name, "head_dim", head_dim, least=1), most=WIDEST)
-        if head_v_dim not in (None, head_dim):
+        if head_v_dim is not None and check.integer(name, "head_v_dim", head_v_dim, least=1) != head_dim:
             raise ValueError(f"{name}: head_v_dim must be None or head_dim = {head_dim}, got {head_v_dim}")
         check.choice(name, "mini_batch", mini_batch, (16, 32, 64))
         check.flag(name, gated=gated)
@@ -90,7 +90,7 @@ class TTTLinear(nn.Module):
             raise ValueError(f"{name}: rope_base must be > 0 or None, got {rope_base}")
         if self.rope_base is not None and head_dim % 2:
             raise ValueError(f"{name}: rope_base must be None with an odd head_dim, got {rope_base} with {head_dim}")
-        self.eps = check.number(name, "norm_eps", norm_eps)
+        self.eps = check.epsilon(name, norm_eps, name="norm_eps")
         self.key_size, self.value_size = num_heads * head_dim, self.num_v_heads * head_dim
         keys = self.key_size if conv_size is not None else 2 * self.key_size
         self.qkv = nn.Linear(hidden_size, keys + self.value_size, bias=False)
@@ -145,7 +145,11 @@ class TTTLinear(nn.Module):
             TypeError: x has another dtype than the parameters outside autocast, or cache is not a `LayerCache`.
             ValueError: x, layout and cache do not fit together.
         """
-        holds = (*(("conv",) if self.conv is not None else ()), *TTTState._fields)
+        HV, D = self.num_v_heads, self.head_dim
+        state, bias = f"N {HV} {D} {D}", f"N {HV} 1 {D}"
+        holds = {"state": state, "bias": bias, "grad": state, "bias_grad": bias, "position": "N"}
+        if self.conv is not None:
+            holds["conv"] = f"N {2 * self.key_size} S"
         N = sequences("TTTLinear", x, self.hidden_size, self.qkv, layout, cache, holds, cp_context)
         rows = self._rows(x, layout, cache, cp_context)
         if cache is None:

@@ -83,8 +83,8 @@ class DecoderConfig:
             if getattr(self, field) is not None:
                 _check_size(field, getattr(self, field))
         check.flag(name, tied=self.tied)
-        if not 0 <= check.number(name, "norm_eps", self.norm_eps) <= 1:
-            raise ValueError(f"{name}: norm_eps must be from 0 to 1, got {self.norm_eps}")
+        if check.epsilon(name, self.norm_eps, name="norm_eps") > 1:
+            raise ValueError(f"{name}: norm_eps must be at most 1, got {self.norm_eps}")
         parse(self.pattern)
         if not isinstance(self.options, Mapping):
             raise TypeError(f"{name}: options must map mixers to their options, got {type(self.options).__name__}")
