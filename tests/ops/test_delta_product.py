@@ -192,3 +192,5 @@ def test_refusals(change: dict, message: str, form):
         form(**a | change)
     with pytest.raises(TypeError, match=f"^{form.__name__}: num_householder must be an int, got str"):
         form(**a | {"num_householder": "2"})
+    with pytest.raises(TypeError, match=f"^{form.__name__}: return_intermediate_states must be True or False"):
+        form(**a, return_intermediate_states=torch.ones(2))

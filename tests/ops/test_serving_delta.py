@@ -560,6 +560,8 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "out repeated": ({"out": torch.zeros(1, 1, 1, 24).expand(4, 1, 2, 24)}, "out must hold no two numbers in one"),
     "out's dtype": ({"out": torch.zeros(4, 1, 2, 24, dtype=torch.float16)}, "out must have the dtype of v"),
     "pad": ({"pad_slot_id": -2}, "pad_slot_id must be at least -1"),
+    "pad beyond int64": ({"pad_slot_id": 2**63}, "pad_slot_id must be at most 9223372036854775807"),
+    "a rule in a list": ({"rule": ["delta"]}, r"rule must be one of .* got \['delta'\]"),
     "a gradient": ({"v": torch.randn(4, 1, 2, 24, requires_grad=True)}, "v must not require a gradient"),
     "doubled": ({"allow_neg_eigval": True, "use_beta_sigmoid_in_kernel": False}, "allow_neg_eigval must come with"),
     "a bound": ({"lower_bound": 1.0}, "lower_bound must be below 0"),
@@ -619,6 +621,10 @@ def test_prefill_refuses_incomplete_checkpoint_arguments():
         (where | {"checkpoint_every": 10}, "checkpoint_every must be a multiple of the chunk, 16, got 10"),
         (where | {"checkpoint_every": 32}, r"checkpoint_indices must be \[4, 1\]"),
         (where | {"checkpoint_every": 16, "checkpoint_pool": a["pool"][:, :1]}, "checkpoint_pool must be"),
+        (
+            where | {"checkpoint_every": 16, "checkpoint_pool": a["pool"].clone().requires_grad_()},
+            "checkpoint_pool must not require a gradient",
+        ),
     ):
         with pytest.raises(ValueError, match=f"^prefill: {message}"):
             serving.prefill(**a | given)

@@ -191,6 +191,8 @@ def test_factors_as_a_column_a_row_or_a_number(backend: str):
     same_bits(number, filled, tuple(number))
     none = everything(arguments | {"eta_col": None}, backend=backend)
     same_bits(everything(arguments | {"eta_col": 1}, backend=backend), none)
+    huge = everything(arguments | {"eta_col": 2**70}, backend=backend)  # an int that no tensor of ints can hold
+    same_bits(huge, everything(arguments | {"eta_col": 2.0**70}, backend=backend))
 
 
 def test_one_factor_for_all_is_a_factor_of_the_step(backend: str, float64_bounds):

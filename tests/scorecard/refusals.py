@@ -216,6 +216,8 @@ def _of_options() -> list[Refusal]:
         Refusal(GDN, "batch_invariant", "a string", _set(batch_invariant="yes"), TypeError),
         Refusal(GDN, "allow_neg_eigval", "without the sigmoid", _set(allow_neg_eigval=True)),
         Refusal(GDN, "beta", "missing for its sigmoid", _set(beta=None, use_beta_sigmoid_in_kernel=True)),
+        Refusal(GDN, "checkpoint_every", "beyond int64", _set(checkpoint_every=2**70, return_intermediate_states=True)),
+        Refusal(GDN, "max_splits", "beyond int64", _set(max_splits=2**63)),
         Refusal(GDN, "checkpoint_every", "without return_intermediate_states", _set(checkpoint_every=64)),
         Refusal(GDN, "checkpoint_every", "0", _set(checkpoint_every=0, return_intermediate_states=True)),
         Refusal(

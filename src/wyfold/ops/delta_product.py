@@ -248,6 +248,7 @@ class _Updates(NamedTuple):
 
     def every(self, op: str, wanted: bool, every: int | None) -> int | None:
         """Updates between intermediate states, from tokens between them."""
+        check.flag(op, return_intermediate_states=wanted)
         if not wanted:
             return every
         return self.n * (64 if every is None else check.integer(op, "checkpoint_every", every, least=1))

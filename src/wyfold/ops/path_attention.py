@@ -270,7 +270,7 @@ def _check_past(op: str, t: PathTensors, sizes: dict[str, int]) -> None:
     tensors = {name: x for name, (x, _) in named.items()}
     check.same_attribute(op, "device", k=t.k, **tensors)
     counts = {"past.counts": tensors.pop("past.counts")}
-    check.floating(op, (torch.int32, torch.int64), **counts)
+    check.floating(op, check.INDICES, **counts)
     check.floating(op, check.FLOATS, **tensors)
 
 

@@ -21,8 +21,6 @@ from wyfold.ops.delta_checks import (
 from wyfold.runtime import check
 from wyfold.runtime.torch_ops import in_autocast_dtype
 
-INDICES = (torch.int32, torch.int64)
-
 FLOATS = ("q", "k", "v", "g", "beta", "pool", "A_log", "dt_bias", "out", "a", "b", "w")
 """Fields of `ServingTensors` that hold floats, without the pool of checkpoints."""
 
@@ -169,7 +167,7 @@ def check_call(t: ServingTensors, flags: ServingFlags) -> CheckedDelta:
     check_strength(op, t.beta, logit=flags.use_beta_sigmoid_in_kernel, doubled=flags.allow_neg_eigval)
     gate = GateFlags(flags.channel, flags.use_gate_in_kernel, flags.safe_gate, flags.lower_bound)
     activation, lower_bound, clamp = check_gate(op, t.g, t.A_log, t.dt_bias, gate, sizes, cu)
-    check.no_gradients(op, {name: getattr(t, name) for name in FLOATS})
+    check.no_gradients(op, {name: getattr(t, name) for name in (*FLOATS, "checkpoint_pool")})
     scale = int(sizes["K"]) ** -0.5 if flags.scale is None else check.number(op, "scale", flags.scale)
     return CheckedDelta(sizes, sizes["N"], cu is not None, activation, lower_bound, clamp, scale, int(flags.each))
 
@@ -191,7 +189,7 @@ def check_checkpoints(t: ServingTensors, flags: ServingFlags, chunk_size: int, s
         raise ValueError(f"{op}: checkpoint_every must be a multiple of the chunk, {chunk_size}, got {every}")
     _check_pool(op, "checkpoint_pool", t.q, t.checkpoint_pool, flags.state_v_first, sizes)
     rows = [sizes["T"] // every] if t.cu_seqlens is not None else [sizes["B"], sizes["T"] // every]
-    _check_rows(op, t.q, "checkpoint_indices", t.checkpoint_indices, rows, INDICES)
+    _check_rows(op, t.q, "checkpoint_indices", t.checkpoint_indices, rows, check.INDICES)
     return every
 
 
@@ -203,9 +201,9 @@ def _check_slots(t: ServingTensors, flags: ServingFlags, sizes: dict[str, int]) 
     _check_pool(op, "pool", q, t.pool, flags.state_v_first, sizes)
     rows = [N, t.state_indices.shape[1]] if flags.each and t.state_indices is not None else [N]
     _check_rows(op, q, "has_initial_state", t.has_initial_state, [N], (torch.bool,))
-    _check_rows(op, q, "num_accepted_tokens", t.num_accepted_tokens, [N], INDICES)
-    _check_rows(op, q, "state_indices", t.state_indices, rows, INDICES)
-    _check_rows(op, q, "output_state_indices", t.output_state_indices, rows, INDICES)
+    _check_rows(op, q, "num_accepted_tokens", t.num_accepted_tokens, [N], check.INDICES)
+    _check_rows(op, q, "state_indices", t.state_indices, rows, check.INDICES)
+    _check_rows(op, q, "output_state_indices", t.output_state_indices, rows, check.INDICES)
 
 
 def _check_distinct(t: ServingTensors, flags: ServingFlags, sizes: dict[str, int]) -> None:

@@ -18,8 +18,6 @@ from wyfold.runtime.layout import SequenceLayout, boundaries_of, packed_boundari
 from wyfold.runtime.replay_cache import PublicOperator, planned
 from wyfold.runtime.torch_ops import call
 
-INDICES = (torch.int32, torch.int64)
-
 
 def conv1d_update(
     x: Tensor,
@@ -201,9 +199,9 @@ def _make_plan(tensors: tuple[Any, ...], values: tuple[Any, ...]) -> str:
     check.same_attribute(op, "device", **given)
     check.same_attribute(op, "dtype", x=x, out=out)
     check.no_overlap(op, pool=pool, out=out)
-    _check_rows(op, x, N, "state_indices", slots, INDICES)
+    _check_rows(op, x, N, "state_indices", slots, check.INDICES)
     _check_rows(op, x, N, "has_initial_state", given_states, (torch.bool,))
-    _check_rows(op, x, N, "num_accepted_tokens", accepted, INDICES)
+    _check_rows(op, x, N, "num_accepted_tokens", accepted, check.INDICES)
     if slots is not None and check.checking_contents() and check.readable(slots):
         live = slots[(slots > flags.pad_slot_id) & (slots < pool.shape[0])]
         if live.unique().numel() != live.numel():

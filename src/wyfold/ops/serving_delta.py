@@ -369,5 +369,5 @@ def prefill(
 
 def _is_channel(g: Tensor | None, rule: str) -> bool:
     """Whether the gate has a decay per key channel, by the rule or by the shape of g."""
-    known = RULES[rule].channel if rule in RULES else None
+    known = RULES[rule].channel if isinstance(rule, str) and rule in RULES else None
     return isinstance(g, Tensor) and g.ndim == 4 if known is None else known

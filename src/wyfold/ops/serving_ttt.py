@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from wyfold.autograd.serving_ttt import serve_ttt_op
@@ -17,8 +16,6 @@ from wyfold.runtime import check
 from wyfold.runtime.differentiation import refuse_transforms
 from wyfold.runtime.replay_cache import PublicOperator, planned
 from wyfold.runtime.torch_ops import call, in_autocast_dtype
-
-INDICES = (torch.int32, torch.int64)
 
 
 def ttt_decode(
@@ -203,7 +200,7 @@ def _check_pool(op: str, v: Tensor, pool: TTTState) -> None:
     check.floating(op, check.state_dtypes(v), **tensors)
     position = check.tensor(op, "pool.position", pool.position)
     slots = pool.state.shape[0]
-    if list(position.shape) != [slots] or position.dtype not in INDICES:
+    if list(position.shape) != [slots] or position.dtype not in check.INDICES:
         got = f"{list(position.shape)} {str(position.dtype).removeprefix('torch.')}"
         raise ValueError(f"{op}: pool.position must be [slots] = [{slots}] int32 or int64, got {got}")
     check.same_attribute(op, "device", v=v, **tensors, **{"pool.position": position})
@@ -215,7 +212,7 @@ def _check_slots(op: str, v: Tensor, pool: TTTState, slot: Tensor | None, pad: i
     if slot is None:
         return
     N = v.shape[0]
-    if list(check.tensor(op, "state_indices", slot).shape) != [N] or slot.dtype not in INDICES:
+    if list(check.tensor(op, "state_indices", slot).shape) != [N] or slot.dtype not in check.INDICES:
         got = f"{list(slot.shape)} {str(slot.dtype).removeprefix('torch.')}"
         raise ValueError(f"{op}: state_indices must be [{N}] int32 or int64, got {got}")
     check.same_attribute(op, "device", v=v, state_indices=slot)

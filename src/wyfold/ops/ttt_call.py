@@ -343,7 +343,7 @@ def _check_ttt_state(
         "state.bias_grad": (bias_grad, "N HV 1 V"),
     }
     _check_states(op, v, N, named)
-    if list(position.shape) != [N] or position.dtype not in (torch.int32, torch.int64):
+    if list(position.shape) != [N] or position.dtype not in check.INDICES:
         got = f"{list(position.shape)} {str(position.dtype).removeprefix('torch.')}"
         raise ValueError(f"{op}: state.position must be [N] = [{N}] int32 or int64, got {got}")
     check.same_attribute(op, "device", v=v, **{"state.position": position})
@@ -377,4 +377,4 @@ def column(v: Tensor, eta: Tensor | float) -> Tensor:
     """Step sizes, or their factors, as a tensor [B, T, HV, 1]."""
     if isinstance(eta, Tensor):
         return eta if eta.ndim == 4 else eta.unsqueeze(-1)
-    return torch.full((1, 1, 1, 1), eta, dtype=check.state_dtypes(v)[0], device=v.device).expand(*v.shape[:3], 1)
+    return torch.full((1, 1, 1, 1), float(eta), dtype=check.state_dtypes(v)[0], device=v.device).expand(*v.shape[:3], 1)

@@ -16,6 +16,7 @@ from torch import Tensor
 from wyfold.runtime.unsupported import UnsupportedError as UnsupportedError
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+INDICES = (torch.int32, torch.int64)
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -101,25 +102,26 @@ def number(op: str, name: str, value: object) -> float:
         raise ValueError(f"{op}: {name} must be finite, got an int that no float64 can hold") from None
 
 
-def epsilon(op: str, value: object, dtype: torch.dtype) -> None:
-    """Raise unless the eps of a norm is above 0, also in dtype. Otherwise the norm of a zero row is not finite."""
-    least = torch.finfo(dtype).smallest_normal
-    if number(op, "eps", value) <= 0:
-        raise ValueError(f"{op}: eps must be above 0, got {value}")
-    if number(op, "eps", value) < least:
+def epsilon(op: str, value: object, dtype: torch.dtype = torch.float64, *, name: str = "eps") -> float:
+    """Return the eps of a norm; raise unless it is above 0, also in dtype: the norm of a zero row must be finite."""
+    least, eps = torch.finfo(dtype).smallest_normal, number(op, name, value)
+    if eps <= 0:
+        raise ValueError(f"{op}: {name} must be above 0, got {value}")
+    if eps < least:
         raise ValueError(
-            f"{op}: eps must be at least {least:.8g}, the smallest normal {_dtype_name(dtype)}, got {value}; "
+            f"{op}: {name} must be at least {least:.8g}, the smallest normal {_dtype_name(dtype)}, got {value}; "
             "a smaller one is lost in the arithmetic, and a zero row becomes NaN"
         )
+    return eps
 
 
-def integer(op: str, name: str, value: object, *, least: int, most: int | None = None) -> int:
-    """Return an int that is at least `least` and, unless None, at most `most`; raise for anything else."""
+def integer(op: str, name: str, value: object, *, least: int, most: int = 2**63 - 1) -> int:
+    """Return an int from `least` to `most`, by default the largest that a tensor can hold; raise for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
     if value < least:
         raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
-    if most is not None and value > most:
+    if value > most:
         raise ValueError(f"{op}: {name} must be at most {most}, got {value}")
     return value  # type: ignore[return-value]  # a SymInt is an int to its user
 

@@ -265,7 +265,7 @@ def boundaries(op: str, cu_seqlens: object, name: str = "cu_seqlens") -> Tensor:
     cu = check.tensor(op, name, cu_seqlens)
     if cu.ndim != 1 or cu.shape[0] < 1:
         raise ValueError(f"{op}: {name} must be [N+1] with at least one entry, got {list(cu.shape)}")
-    if cu.dtype not in (torch.int32, torch.int64):
+    if cu.dtype not in check.INDICES:
         raise ValueError(f"{op}: {name} must be int32 or int64, got {str(cu.dtype).removeprefix('torch.')}")
     return cu
 
