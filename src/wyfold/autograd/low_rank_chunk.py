@@ -3,7 +3,9 @@
     forward     chunk_grid (packed batches only), low_rank_prepare, low_rank_scan
     backward    chunk_grid, low_rank_prepare (unless its factors were saved), low_rank_scan_bwd, low_rank_gradients
 
-As in `delta_chunk` the host never waits for the device. Sequences are not cut into segments.
+If long sequences are cut into segments, `segment_grid` follows `chunk_grid`, and each scan runs once more for the
+segments' maps, which `segment_fold` folds (`low_rank_segments`). As in `delta_chunk` the host never waits for the
+device.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from wyfold.autograd.delta_chunk import pass_through
@@ -20,8 +23,10 @@ from wyfold.autograd.delta_records import (
     DeltaResult,
     DeltaTensors,
     empty_result,
+    most_borders,
     transpose_if_v_first,
 )
+from wyfold.autograd.low_rank_segments import SegmentedScans
 from wyfold.autograd.row_alignment import aligned
 from wyfold.kernels import table
 from wyfold.kernels.records import GradientOutputs, LowRankPrepared
@@ -64,6 +69,20 @@ class LowRankCall:
         found: ChunkGrid = grids.chunk_grid(B, T, options.chunk_size, cu, options.checkpoint_every)
         return found
 
+    def buffer(self, x: Tensor) -> Tensor:
+        """View x [B, T, ...] as one buffer, in which segments are found: [1, B T, ...]."""
+        return x if x.shape[0] == 1 else x.reshape(1, -1, *x.shape[2:])
+
+    def segmented(self, grid: ChunkGrid, prepared: LowRankPrepared) -> SegmentedScans:
+        """Launch what finds the segments; the scans that run them."""
+        t, options = self.t, self.options
+        segments = table.kernel_module("segment_grid", options.backend).segment_grid(grid, options.cut, t.q.device)
+        w = None if t.w is None else self.buffer(t.w)
+        scan, scan_bwd = self.stage("scan").scan, self.stage("scan_bwd").scan_bwd
+        fold = self.stage("segment_fold").segment_fold
+        layout = segments, t.cu_seqlens is not None
+        return SegmentedScans(self.buffer(t.v), w, prepared, *layout, options, self.key, scan, scan_bwd, fold)
+
     def k_first(self, states: Tensor | None) -> Tensor | None:
         """View the caller's states K-first; None for None."""
         return None if states is None else transpose_if_v_first(states, self.options)
@@ -88,18 +107,27 @@ def forward(
         rows = result.states if t.cu_seqlens is not None else result.states.flatten(0, 1)
         states, first = call.k_first(rows), grid.first_states(t.q.device)
     initial, final = call.k_first(t.initial_state), call.k_first(result.final_state if options.final_state else None)
-    call.stage("scan").scan(t.v, t.w, prepared, initial, grid, options, call.key, result.o, final, states, first)
-    return result, factors_to_list(prepared) if keep else []
+    at_borders: list[Tensor] = []
+    if most_borders(t, options):
+        o = result.o.view(1, -1, *result.o.shape[2:])
+        at_borders = [*call.segmented(grid, prepared).forward(initial, o, final)]
+    else:
+        call.stage("scan").scan(t.v, t.w, prepared, initial, grid, options, call.key, result.o, final, states, first)
+    return result, [*(at_borders if options.save else []), *(factors_to_list(prepared) if keep else [])]
 
 
 def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
     """Allocate the tensors that `forward` saves, uninitialized, from metadata alone."""
-    if not (options.save and options.keep_factors):
+    if not options.save:
         return []
+    borders, (HV, V), K = most_borders(t, options), t.v.shape[2:], t.q.shape[3]
+    at_borders = [t.q.new_empty(borders, HV, W, K, dtype=torch.float32) for W in (V, K)] if borders else []
+    if not options.keep_factors:
+        return at_borders
     prepare: Any = table.kernel_module(options.stage("prepare"), options.backend)
     (B, T, HV), C = t.v.shape[:3], options.chunk_size
     tiles = max_chunks(B, T, C, t.packed_sequences) * HV
-    return factors_to_list(prepare.empty(t.q, options.rule, tiles, C, backward=True))
+    return [*at_borders, *factors_to_list(prepare.empty(t.q, options.rule, tiles, C, backward=True))]
 
 
 def backward(given: DeltaBackwardInputs) -> list[Tensor]:
@@ -118,12 +146,19 @@ def backward(given: DeltaBackwardInputs) -> list[Tensor]:
     t, grid = call.t, call.chunk_grid()
     if do is None:
         do = t.v.new_zeros(()).expand(t.v.shape)
+    at_borders, kept = (kept[:2], kept[2:]) if most_borders(t, options) else ([], kept)
     prepare = partial(call.stage("prepare").prepare, *call.arguments, grid, options, t.v, backward=True, clear=False)
     prepared = factors_from_list(kept) if kept else prepare()
     out = GradientOutputs(*wanted)
     initial, final, dS0 = (call.k_first(x) for x in (t.initial_state, dST, dS0))
-    scan_bwd = call.stage("scan_bwd").scan_bwd
-    borders = scan_bwd(t.v, t.w, prepared, initial, do, final, grid, options, call.key, dS0, (out.v, out.w))
+    if at_borders:
+        dv, dw = (None if dx is None else dx.view(1, -1, *dx.shape[2:]) for dx in (out.v, out.w))
+        scans = call.segmented(grid, prepared)
+        borders = scans.backward(at_borders[0], at_borders[1], initial, call.buffer(do), final, dS0, (dv, dw))
+        del scans
+    else:
+        scan_bwd = call.stage("scan_bwd").scan_bwd
+        borders = scan_bwd(t.v, t.w, prepared, initial, do, final, grid, options, call.key, dS0, (out.v, out.w))
     del prepared  # frees the factors, whose memory the tokens' gradients may reuse
     if any(dx is not None for dx in (*out[:2], *out[3:9])):
         gradients = call.stage("gradients").gradients

@@ -129,7 +129,9 @@ def _stages(options: DeltaOptions, *, on_kernels: bool, crosses: bool) -> Stages
         on_kernels: It does not run on eager.
         crosses: States cross the edges of ranks in kernels.
     """
-    between = SEGMENT_STAGES if options.cut.chunks or crosses else ()
+    between: tuple[str, ...] = SEGMENT_STAGES if options.cut.chunks or crosses else ()
+    if options.rule != "delta":
+        between = between[1:]  # the scans compute the summaries
     if crosses:
         between = (*between, "rank_carry")
     backward = ("prepare", *between, "scan_bwd", "gradients")
@@ -359,14 +361,14 @@ def _has_channel_gradient_kernel(device: torch.device, dtype: torch.dtype, width
 
 
 def _cut_of(t: DeltaTensors, flags: DeltaFlags, checked: CheckedDelta, chunk_size: int) -> Cut:
-    """`call_cut`; `WHOLE` also for the recurrent form, for rules without kernels, and if the call forbids segments."""
-    if flags.recurrent or flags.rule != "delta":
+    """`call_cut`; `WHOLE` also for the token form, if the call forbids segments, and for low-rank rules on eager."""
+    eager = runs_eagerly(t.q, flags.backend)
+    if flags.recurrent or (flags.rule != "delta" and (eager or segment_rule.forcing() is None)):
         return segment_rule.WHOLE
     if flags.max_splits is not None:
         check.integer(flags.op, "max_splits", flags.max_splits, least=1)
     if flags.batch_invariant or checked.every:
         return segment_rule.WHOLE
-    eager = runs_eagerly(t.q, flags.backend)
     return call_cut(t.q, t.v, chunk_size, flags.max_splits, packed=checked.packed, eager=eager)
 
 

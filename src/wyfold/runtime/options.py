@@ -66,7 +66,7 @@ class DeltaOptions(NamedTuple):
 
     def stage(self, name: str) -> str:
         """Stage that does a step of the delta rule, or the same step of a diagonal-plus-low-rank rule."""
-        return name if self.rule == "delta" else f"low_rank_{name}"
+        return name if self.rule == "delta" or name == "segment_fold" else f"low_rank_{name}"
 
     @property
     def cut(self) -> Cut:

@@ -43,7 +43,7 @@ def scan(
     grid: ChunkGrid,
     options: DeltaOptions,
     key: LaunchKey,
-    o: Tensor,
+    o: Tensor | None,
     final_state: Tensor | None,
     states: Tensor | None,
     first_state: Tensor | None,
@@ -57,7 +57,7 @@ def scan(
         grid: Chunk grid of the call.
         options: Uses `scale`, `checkpoint_every`.
         key: Key of the launch configuration.
-        o: [B, T, HV, V] written.
+        o: [B, T, HV, V] written, or None: states alone are computed.
         final_state: [N, HV, K, V] view, written, or None.
         states: [rows, HV, K, V] view, written with the states after every `checkpoint_every` tokens, or None.
         first_state: [N] int64 first row in `states` of each sequence.
@@ -70,7 +70,7 @@ def scan(
         grid.sequences * HV * -(-V // BV),
         values=Values(v=v, s_v=v.stride(), w=w, s_w=strides(w)),
         factors=prepared,
-        output=Output(o=o, s_o=o.stride()),
+        output=Output(o=o, s_o=strides(o)),
         states=States(
             S0=initial_state,
             s_S0=strides(initial_state),
@@ -92,7 +92,7 @@ def scan(
 
 
 class Output(NamedTuple):
-    """Kernel argument: the output and its strides."""
+    """Kernel argument: the output and its strides, or None."""
 
     o: Any
     s_o: Any
@@ -161,7 +161,8 @@ def wyfold_low_rank_scan_triton(
             b_o = mm(tl.trans(b_v), load_upper(factors.P, i_tile, BT), b_o, OP, PRECISION)
             b_S = advance(b_S, total, b_y, b_E, OP, PRECISION)
             b_S = mm(tl.trans(b_v), load_tile(factors.K, i_tile, 0, 0, BT, K, BT, BK), b_S, OP, PRECISION)
-        store_tokens(output.o, output.s_o, at, i_hv, column, tl.trans(b_o * scale), V)
+        if output.o is not None:
+            store_tokens(output.o, output.s_o, at, i_hv, column, tl.trans(b_o * scale), V)
         if states.kept is not None:
             if ((i + 1) % every == 0) & (length >= (i + 1) * BT):
                 i_state = (i + 1) // every - 1 + tl.load(states.first_kept + i_n)

@@ -55,6 +55,7 @@ def scan_bwd(
     key: LaunchKey,
     dS0: Tensor | None,
     out: tuple[Tensor | None, Tensor | None],
+    half: str = "both",
 ) -> TokenBorders:
     """States and their gradients at the borders of every chunk, and the gradients of values.
 
@@ -69,6 +70,7 @@ def scan_bwd(
         key: Key of the launch configuration.
         dS0: [N, HV, K, V] view, written, or None.
         out: Gradients of v and w, written where tokens belong to a sequence; None where one is not requested.
+        half: "both", or "reverse": dS0 and `out` alone are of use then.
 
     Returns:
         The borders; `e` is W.
@@ -82,9 +84,10 @@ def scan_bwd(
         for dx in out:
             if dx is not None:
                 dx.zero_()  # tokens past the last boundary belong to no sequence
+    programs = grid.sequences * HV * -(-V // BV)
     launch_kernel(
         wyfold_low_rank_scan_bwd_triton,
-        2 * grid.sequences * HV * -(-V // BV),
+        programs if half == "reverse" else 2 * programs,  # the reverse half is the first
         values=Values(v=v, s_v=v.stride(), w=w, s_w=strides(w)),
         factors=prepared,
         borders=found,
