@@ -131,7 +131,7 @@ def test_16_bits(dtype: torch.dtype, packed: bool, device):
 
 
 def test_heads_in_groups_and_grouped_queries_change_no_bit(device, monkeypatch):
-    """Heads are computed in the backward a few at a time; two query heads read one key head, here of three."""
+    """Heads and queries are computed in the backward a few at a time. Two query heads read one key head of three."""
     generator = torch.Generator().manual_seed(3)
     q, do = (torch.randn(1, 200, 6, 16, generator=generator).to(device) for _ in range(2))
     k, v, w = (torch.randn(1, 200, 3, 16, generator=generator).to(device) for _ in range(3))
@@ -144,7 +144,7 @@ def test_heads_in_groups_and_grouped_queries_change_no_bit(device, monkeypatch):
 
     whole = gradients()
     monkeypatch.setattr(path_kernels, "TOKENS_AT_ONCE", 1)
-    monkeypatch.setattr(path_kernels, "FEWEST_HEADS", 2)
+    few_lanes(monkeypatch)
     assert all(map(torch.equal, gradients(), whole))
 
 
@@ -181,8 +181,8 @@ def gradients_of(backend: str, a: dict[str, torch.Tensor], cu: torch.Tensor | No
 
 def few_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns of two tiles."""
-    monkeypatch.setattr(backward, "PROGRAMS", 2)
-    monkeypatch.setattr(backward, "LANES", 1)
+    monkeypatch.setattr(backward, "KEPT_TILES", 1)
+    monkeypatch.setattr(backward, "LANES", 2)
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,11 @@ from wyfold.runtime import check
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.layout import legal_boundaries
 
-TOKENS_AT_ONCE = 4096
-"""Tokens, times the call's key heads, of which a backward holds workspaces at once; but at least FEWEST_HEADS heads."""
-FEWEST_HEADS = 4
+TOKENS_AT_ONCE = 32768
+"""Tokens of all query heads of which a backward holds workspaces at once, up to this many tokens of one head.
+
+A key head with more has its workspace alone. Its launches have enough programs for a large GPU.
+"""
 
 
 def forward(t: PathTensors, options: PathOptions, o: Tensor, keys: Tensor, lse: Tensor, rest: Tensor) -> None:
@@ -64,7 +66,7 @@ def backward(
     if o.numel() == 0:
         return
     (B, T, H), HQ, (dq, dk, dv, dw, dbeta, dg) = t.k.shape[:3], t.q.shape[2], found[:6]
-    grid, count = _grid(t, options), min(H, max(FEWEST_HEADS, H * TOKENS_AT_ONCE // (B * T)))
+    grid, count = _grid(t, options), min(H, max(1, TOKENS_AT_ONCE // (B * T * (HQ // H))))
     for first in range(0, H, count):
         keys = slice(first, first + count)
         queries = slice(first * (HQ // H), (first + count) * (HQ // H))
@@ -77,7 +79,6 @@ def backward(
             do[:, :, queries],
             grid,
             options,
-            H,
         )
 
 
@@ -106,17 +107,15 @@ def _heads_backward(
     do: Tensor,
     grid: ChunkGrid,
     options: PathOptions,
-    heads: int,
 ) -> None:
-    """Write the gradients dx of some heads, [B, T, heads, ..], of `heads` key heads in the call."""
+    """Write the gradients dx of some heads, [B, T, heads, ..]."""
     blocks, softmax = _stage("path_blocks", options), _stage("path_attention", options)
     numbers, lse, do = (options.scale, options.gate, blocks.BLOCK), _contiguous(lse), _contiguous(do)
     x = x._replace(v=_contiguous(x.v), g=None if x.g is None else _contiguous(x.g))
     factors = blocks.empty_factors(x.q, x.k, blocks.BLOCK, backward=True)
     blocks.path_factors(x.k, x.w, x.beta, grid, blocks.BLOCK, factors)
     sums = blocks.path_sums(x.g, grid, blocks.BLOCK)
-    d = softmax.empty_workspace(x.q, x.k, x.v, factors, blocks.BLOCK, heads)
-    softmax.path_attention_bwd(x, factors, sums, grid, *numbers, o, rest, lse, do, d)
+    d = softmax.path_attention_bwd(x, factors, sums, grid, *numbers, o, rest, lse, do)
     blocks.path_factors_bwd(x, factors, grid, *numbers, lse, do, d, dx)
 
 

@@ -206,35 +206,24 @@ class PathSums(NamedTuple):
 
 
 class PathWorkspace(NamedTuple):
-    """What the launches of a backward on kernels pass on; gradients are float32.
+    """What a backward on kernels passes from the softmax to the chunks and blocks; gradients are float32.
 
     Attributes:
-        x: [B, T, HQ, K] queries at the start of their block.
-        near: [S / C - 1, B, T, HQ, K] queries at the end of each earlier chunk of their block, by its place there.
-        near_sums: [S / C - 1, B, T, HQ] sums of log gates from the end of these chunks to each query; not set without a
-            gate.
-        dnear: Gradients of these queries at the start of the same chunks, rounded as operands are.
         dq: [B, T, HQ, K] of queries at the start of their chunk.
         dk: [B, T, H, K] of keys at the end of their chunk.
         dW, dw: [B, T, H, K] of the factors W and w.
         dv: [B, T, H, V] of values, without what their own chunk reads.
         dblocks: [B, T, H, K] of keys at the end of their block; undefined where no block follows.
-        dM: [slots, H, BK, BK] of the maps; BK is K or more. Zero before the first launch.
+        dM: [slots, H, BK, BK] of the maps; BK is K or more.
         delta: [B, T, HQ] <do, o>.
         others: [B, T, HQ] sum of the gradients of a query's logits of keys outside its chunk.
         dend: [B, T, HQ] of sums of log gates to the chunk's end.
         dblock_end: [B, T, HQ] of sums of log gates to the block's end; undefined where no block follows.
-        dtotal: [S / C - 1, B, T, HQ] at a chunk's first token: of the sums of log gates of each earlier chunk of its
-            block.
-        dblock_total: [slots, HQ] of the sum of a block's log gates. Zero before the first launch.
-        far_x, far_dx, far_passed, far_others: Scratch of the queries of one turn at every block; no elements if there
-            is one block.
+        dtotal: [near rows, HQ] at a chunk's first row (`near_row`): of the sums of log gates of each earlier chunk of
+            its block.
+        dblock_total: [slots, HQ] of the sum of a block's log gates.
     """
 
-    x: Tensor
-    near: Tensor
-    near_sums: Tensor
-    dnear: Tensor
     dq: Tensor
     dk: Tensor
     dW: Tensor
@@ -248,10 +237,6 @@ class PathWorkspace(NamedTuple):
     dblock_end: Tensor
     dtotal: Tensor
     dblock_total: Tensor
-    far_x: Tensor
-    far_dx: Tensor
-    far_passed: Tensor
-    far_others: Tensor
 
 
 class PathSizes(NamedTuple):
@@ -263,8 +248,7 @@ class PathSizes(NamedTuple):
         BT: Tokens of a chunk.
         BK, BV: Tile widths of K and V.
         BLOCK: Chunks of a block.
-        TILE: Tokens of a tile of queries between blocks, a divisor of a block.
-        LANES: Tiles that a turn takes of a sequence.
+        TILE: Tokens of a tile of queries, whole chunks of one block.
     """
 
     H: int
@@ -276,7 +260,6 @@ class PathSizes(NamedTuple):
     BV: int
     BLOCK: int
     TILE: int = 1
-    LANES: int = 1
 
 
 class PathScales(NamedTuple):

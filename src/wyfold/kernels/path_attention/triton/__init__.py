@@ -5,7 +5,7 @@ The backward has seven launches; those between blocks run in turns (`far_rows`).
 
 from __future__ import annotations
 
-from wyfold.kernels.path_attention.triton.backward import empty_workspace, path_attention_bwd
+from wyfold.kernels.path_attention.triton.backward import path_attention_bwd
 from wyfold.kernels.path_attention.triton.far_keys import wyfold_path_far_keys_triton, wyfold_path_far_maps_triton
 from wyfold.kernels.path_attention.triton.far_rows import wyfold_path_far_rows_triton, wyfold_path_far_starts_triton
 from wyfold.kernels.path_attention.triton.forward import (
@@ -28,7 +28,6 @@ def launches(*, backward: bool) -> tuple[str | None, ...]:
 # Kernels are exported because `kernel_configs.compiled` looks them up in this module.
 __all__ = [
     "PathPastTokens",
-    "empty_workspace",
     "launch_key",
     "launches",
     "path_attention",

@@ -67,9 +67,8 @@ class Queries(NamedTuple):
 
     Attributes:
         x: [B, T, HQ, K] queries at the start of their block.
-        near: [BLOCK - 1, B, T, HQ, K] queries at the end of each earlier chunk of their block, by its place in the
-            block. Each of these tensors has `tokens` = B T rows of all heads.
-        near_sums: [BLOCK - 1, B, T, HQ] sums of log gates from there to each query.
+        near: [near rows, HQ, K] queries at the end of each earlier chunk of their block (`near_row`).
+        near_sums: [near rows, HQ] sums of log gates from there to each query; None without a gate.
         do: [B, T, HQ, V] gradient of the output.
         lse, delta: [B, T, HQ] logarithms to base 2 of the sums of exponentials, and <do, o>.
     """

@@ -21,7 +21,6 @@ from torch import Tensor
 from wyfold.kernels.path_attention.triton.arguments import Own, Queries, keys_argument
 from wyfold.kernels.path_attention.triton.far_keys import (
     KeyGradients,
-    map_parts,
     wyfold_path_far_keys_triton,
     wyfold_path_far_maps_triton,
 )
@@ -52,63 +51,12 @@ from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.dot.triton import contracts, exact, operand, precision, workspace
-from wyfold.tile.index.triton import Packing
+from wyfold.tile.index.triton import Packing, near_rows
 
-PROGRAMS = 512
-"""Tiles of all key heads that a turn takes of a sequence, at least: two for each multiprocessor of a large GPU."""
+KEPT_TILES = 8192
+"""Tiles of queries that a turn keeps, each at every block: 128 MiB in 16 bits at K = 128, and as much of gradients."""
 LANES = 32
-"""Tiles of a key head that a turn takes of a sequence, at least."""
-
-
-def lanes(heads: int, tokens: int, tile: int) -> int:
-    """Tiles that a turn takes of a sequence. They depend on a call's tokens only where one turn takes them all."""
-    return min(max(LANES, PROGRAMS // heads), -(-tokens // tile))
-
-
-def empty_workspace(q: Tensor, k: Tensor, v: Tensor, factors: PathFactors, block: int, heads: int) -> PathWorkspace:
-    """Allocate what the launches of a backward pass on. Only what lanes add to is zero.
-
-    Args:
-        q, k, v: Tokens of some heads of a call.
-        factors: Result of `path_factors`.
-        block: Chunks of a block.
-        heads: Key heads of the whole call.
-    """
-    (B, T, H, K), (HQ, V), dtype = k.shape, (q.shape[2], v.shape[3]), workspace(q.dtype)
-    slots, BK = factors.M.shape[0], key_width(K)
-    tile = _tile(q, v)
-    rows = lanes(heads, T, tile) * slots * HQ if T > block * CHUNK else 0
-    dk, dW, dw, dblocks = (k.new_empty(B, T, H, K, dtype=torch.float32) for _ in range(4))
-    delta, others, dend, dblock_end = (q.new_empty(B, T, HQ, dtype=torch.float32) for _ in range(4))
-    near_sums = q.new_empty(block - 1, B, T, HQ, dtype=torch.float32)
-    near, dnear = (q.new_empty(block - 1, B, T, HQ, K, dtype=dtype) for _ in range(2))
-    return PathWorkspace(
-        q.new_empty(B, T, HQ, K, dtype=dtype),
-        near,
-        near_sums,
-        dnear,
-        q.new_empty(B, T, HQ, K, dtype=torch.float32),
-        dk,
-        dW,
-        dw,
-        v.new_empty(B, T, H, V, dtype=torch.float32),
-        dblocks,
-        k.new_zeros(slots, H, BK, BK, dtype=torch.float32),
-        delta,
-        others,
-        dend,
-        dblock_end,
-        q.new_empty(block - 1, B, T, HQ, dtype=torch.float32),
-        q.new_zeros(slots, HQ, dtype=torch.float32),
-        *(q.new_empty(rows, tile, BK, dtype=dtype) for _ in range(2)),
-        *(q.new_empty(rows, tile, dtype=torch.float32) for _ in range(2)),
-    )
-
-
-def _tile(q: Tensor, v: Tensor) -> int:
-    """Tokens of a tile of queries."""
-    key = launch_key(q.dtype, q.shape[3], v.shape[3], "far_rows")
-    return tuned("path_attention.triton", key, q.device).blocks["TILE"]
+"""Tiles that a turn takes of a sequence, at least."""
 
 
 def path_attention_bwd(
@@ -123,9 +71,8 @@ def path_attention_bwd(
     rest: Tensor | None,
     lse: Tensor,
     do: Tensor,
-    d: PathWorkspace,
-) -> None:
-    """Write to `d` the gradients of what the softmax reads outside of a query's own chunk.
+) -> PathWorkspace:
+    """Return the gradients of what the softmax reads outside of a query's own chunk.
 
     Args:
         x: Tokens of the call, [B, T, heads, ..]: q and k of any strides, v and g contiguous; g is None without a gate.
@@ -138,16 +85,11 @@ def path_attention_bwd(
             from the keys.
         lse: [B, T, HQ] float32, contiguous.
         do: [B, T, HQ, V] gradient of the output, contiguous.
-        d: Workspace.
     """
-    (_, T, HQ, K), (H, V), dtype = x.q.shape, x.v.shape[2:], x.q.dtype
-    slots, tile = d.dM.shape[0], _tile(x.q, x.v)
-    L = len(d.far_x) // (slots * HQ) or 1
-    sizes = PathSizes(H, HQ, K, V, CHUNK, key_width(K), key_width(V), block, tile, L)
-    queries = Queries(d.x, d.near, d.near_sums, do, lse, d.delta)
+    (B, T, HQ, K), (H, V), dtype = x.q.shape, x.v.shape[2:], x.q.dtype
+    slots, rows, BK = factors.M.shape[0], near_rows(B * T, block), key_width(K)
+    sizes = PathSizes(H, HQ, K, V, CHUNK, BK, key_width(V), block)
     keys = keys_argument(factors, x.v, x.g, sums)
-    near: dict[str, Any] = {"queries": queries, "tokens": d.x.shape[:2].numel()}
-    factor: dict[str, Any] = {"factor": path_scales(scale, gate)}
 
     def launch(kernel: Any, programs: int, name: str, **named: Any) -> None:
         config = tuned("path_attention.triton", launch_key(dtype, K, V, name), x.q.device)
@@ -159,28 +101,60 @@ def path_attention_bwd(
             N=grid.sequences,
             T=grid.tokens,
             per_sequence=grid.per_sequence,
-            **factor,
-            **named,
-            SIZES=sizes,
+            factor=path_scales(scale, gate),
             PACKED=grid.cu is not None,
             OP=operand(dtype),
             PRECISION=precision(dtype),
+            **{"SIZES": sizes, **named},
             **config.options(contract=contracts(dtype)),
         )
 
+    def of_queries(*shape: int) -> Tensor:
+        return x.q.new_empty(*shape, dtype=torch.float32)
+
+    def of_keys(like: Tensor) -> Tensor:
+        return like.new_empty(like.shape, dtype=torch.float32)
+
+    delta, others, dend, dblock_end = (of_queries(B, T, HQ) for _ in range(4))
+    at_start = x.q.new_empty(B, T, HQ, K, dtype=workspace(dtype))
+    near = x.q.new_empty(rows, HQ, K, dtype=workspace(dtype))
+    near_sums = None if x.g is None else of_queries(rows, HQ)
+    queries = Queries(at_start, near, near_sums, do, lse, delta)
     own = Own(x.q, x.q.stride(), x.k, x.k.stride(), factors.E)
     results: dict[str, Any] = {"own": own, "p_o": o, "s_o": o.stride(), "p_rest": rest, "EXACT": exact(dtype)}
-    sums_of_keys: dict[str, Any] = {"SUMS": rest is None}
-    launch(wyfold_path_starts_triton, HQ, "starts", **results, **near, **sums_of_keys)
-    for turn in range(-(-T // (L * tile)) if len(d.far_x) else 0):
-        far: dict[str, Any] = {"scratch": Scratch(d.far_x, d.far_dx, d.far_passed, d.far_others), "slots": slots}
-        far["turn"] = turn
-        launch(wyfold_path_far_starts_triton, HQ, "far_starts", queries=queries, **far, **sums_of_keys)
-        launch(wyfold_path_far_rows_triton, HQ, "far_rows", queries=queries, **far, p_dq=d.dq, p_others=d.others)
-        out = KeyGradients(d.dblocks, d.dv, d.dblock_end)
-        launch(wyfold_path_far_keys_triton, H, "far_keys", queries=queries, **far, out=out)
-        launch(wyfold_path_far_maps_triton, H * map_parts(sizes), "far_maps", **far, p_dM=d.dM, p_dtotal=d.dblock_total)
-    own_rows = OwnRows(d.dq, d.others, d.dnear, d.dtotal)
-    launch(wyfold_path_own_rows_triton, HQ, "own_rows", **near, out=own_rows)
-    own_keys = OwnKeys(d.dk, d.dW, d.dw, d.dv, d.dend)
-    launch(wyfold_path_own_keys_triton, H, "own_keys", **near, p_dnear=d.dnear, out=own_keys)
+    launch(wyfold_path_starts_triton, HQ, "starts", **results, queries=queries, SUMS=rest is None)
+    dq, dv, dblocks = of_queries(B, T, HQ, K), of_keys(x.v), of_keys(x.k)
+    dM, dblock_total = (of_queries(*shape).zero_() for shape in ((slots, H, BK, BK), (slots, HQ)))
+
+    def between_blocks() -> None:
+        """Launch the turns. Their scratch is released with the last one."""
+        tile = tuned("path_attention.triton", launch_key(dtype, K, V, "far_rows"), x.q.device).blocks["TILE"]
+        tiles = -(-T // tile)
+        lanes = _lanes(slots * HQ, tiles)
+        kept = lanes * slots * HQ
+        scratch = Scratch(
+            *(x.q.new_empty(kept, tile, BK, dtype=workspace(dtype)) for _ in range(2)),
+            *(of_queries(kept, tile) for _ in range(2)),
+        )
+        far: dict[str, Any] = {"scratch": scratch, "slots": slots, "lanes": lanes, "SIZES": sizes._replace(TILE=tile)}
+        out = KeyGradients(dblocks, dv, dblock_end)
+        for turn in range(-(-tiles // lanes)):
+            far["turn"] = turn
+            launch(wyfold_path_far_starts_triton, HQ, "far_starts", queries=queries, **far, SUMS=rest is None)
+            launch(wyfold_path_far_rows_triton, HQ, "far_rows", queries=queries, **far, p_dq=dq, p_others=others)
+            launch(wyfold_path_far_keys_triton, H, "far_keys", queries=queries, **far, out=out)
+            launch(wyfold_path_far_maps_triton, H * BK // 64, "far_maps", **far, p_dM=dM, p_dtotal=dblock_total)
+
+    if T > block * CHUNK:  # a block may be followed by another
+        between_blocks()
+    dnear, dtotal = torch.empty_like(near), of_queries(rows, HQ)
+    launch(wyfold_path_own_rows_triton, HQ, "own_rows", queries=queries, out=OwnRows(dq, others, dnear, dtotal))
+    dk, dW, dw = (of_keys(x.k) for _ in range(3))
+    own_keys = OwnKeys(dk, dW, dw, dv, dend)
+    launch(wyfold_path_own_keys_triton, H, "own_keys", queries=queries, p_dnear=dnear, out=own_keys)
+    return PathWorkspace(dq, dk, dW, dw, dv, dblocks, dM, delta, others, dend, dblock_end, dtotal, dblock_total)
+
+
+def _lanes(rows: int, tiles: int) -> int:
+    """Tiles that a turn takes of a sequence, for a scratch of so many rows. No bit depends on it."""
+    return min(max(LANES, KEPT_TILES // rows), tiles)

@@ -19,14 +19,8 @@ from wyfold.kernels.path_attention.triton.arguments import (
     to_columns,
     weights,
 )
-from wyfold.kernels.path_records import PathSizes
 from wyfold.tile.dot.triton import mm
 from wyfold.tile.index.triton import chunk_span, load_tile, map_slot, store_tile
-
-
-def map_parts(sizes: PathSizes) -> int:
-    """Programs of a map in `far_maps`, which take 64 rows each."""
-    return sizes.BK // 64
 
 
 class KeyGradients(NamedTuple):
@@ -37,9 +31,9 @@ class KeyGradients(NamedTuple):
     dblock_end: Any
 
 
-@triton.jit(do_not_specialize=["slots", "turn", "N", "T", "per_sequence"])
+@triton.jit(do_not_specialize=["slots", "turn", "lanes", "N", "T", "per_sequence"])
 def wyfold_path_far_keys_triton(
-    queries, keys, scratch, slots, turn, out, packing, N, T, per_sequence, factor,
+    queries, keys, scratch, slots, turn, lanes, out, packing, N, T, per_sequence, factor,
     SIZES: tl.constexpr, PACKED: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one chunk of one key head from the queries of later blocks in one turn."""
@@ -61,7 +55,7 @@ def wyfold_path_far_keys_triton(
             return
         left = tl.load(packing.cu + i_n + 1) - t
     block, start = i_s // SIZES.BLOCK, t - i_s * BT
-    first, begin, end = later_tiles(turn, block, left + i_s * BT, SIZES)
+    first, begin, end = later_tiles(turn, lanes, block, left + i_s * BT, SIZES)
     if begin >= end:
         return
     token, slot, fresh = b * T + t, map_slot(b, start + block * S, T, S), begin == first
@@ -78,7 +72,7 @@ def wyfold_path_far_keys_triton(
             b_dend = load_numbers(out.dblock_end, token, i_q, held, HQ, BT)
             b_end = load_numbers(keys.block_stop, token, i_q, BT, HQ, BT)
         for tile in range(begin, end):
-            place = ((tile - turn * SIZES.LANES) * slots + slot) * HQ + i_q
+            place = ((tile - turn * lanes) * slots + slot) * HQ + i_q
             for part in tl.static_range(0, TILE, BT):
                 from_here = b * T + start + tile * TILE + part
                 queried = tl.minimum(left + i_s * BT - tile * TILE - part, BT).to(tl.int32)
@@ -101,12 +95,12 @@ def wyfold_path_far_keys_triton(
     store_rows(out.dv, token, i_h, BT, b_dv, H, V)
 
 
-@triton.jit(do_not_specialize=["slots", "turn", "N", "T", "per_sequence"])
+@triton.jit(do_not_specialize=["slots", "turn", "lanes", "N", "T", "per_sequence"])
 def wyfold_path_far_maps_triton(
-    keys, scratch, slots, turn, p_dM, p_dtotal, packing, N, T, per_sequence, factor,
+    keys, scratch, slots, turn, lanes, p_dM, p_dtotal, packing, N, T, per_sequence, factor,
     SIZES: tl.constexpr, PACKED: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the map of one block of one key head, and of its sum of log gates, from one turn.
+    """Gradients of 64 rows of the map of one block of one key head, and of its sum of log gates, from one turn.
 
     p_dM, p_dtotal: `dM` and `dblock_total` of `PathWorkspace`.
     """
@@ -127,33 +121,34 @@ def wyfold_path_far_maps_triton(
             return
         left = tl.load(packing.cu + i_n + 1) - t
     block = i_s // SIZES.BLOCK
-    _, begin, end = later_tiles(turn, block, left + i_s * BT, SIZES)
+    _, begin, end = later_tiles(turn, lanes, block, left + i_s * BT, SIZES)
     if (i_s % SIZES.BLOCK != 0) | (block == 0) | (begin >= end):
         return
     slot = map_slot(b, t, T, SIZES.BLOCK * BT)
     i_map = slot * H + i_h
     b_dM = load_tile(p_dM, i_map, part, 0, BK, BK, BR, BK)
+    p_sums = p_dtotal + slot * HQ
     for e in range(HQ // H):
         i_q = i_h * (HQ // H) + e
-        b_total = tl.zeros((TILE,), tl.float32)
+        total = 0.0
+        if keys.g is not None:
+            total = tl.load(p_sums + i_q)
         for tile in range(begin, end):
-            place = ((tile - turn * SIZES.LANES) * slots + slot) * HQ + i_q
+            place = ((tile - turn * lanes) * slots + slot) * HQ + i_q
             b_x = load_tile(scratch.x, place, 0, part, TILE, BK, TILE, BR)
             b_dx = load_tile(scratch.dx, place, 0, 0, TILE, BK, TILE, BK)
             b_dM = mm(tl.trans(b_x), b_dx, b_dM, OP, PRECISION)
             if keys.g is not None:
-                b_total += tl.load(scratch.others + place * TILE + tl.arange(0, TILE))
+                total += factor.gate * tl.sum(tl.load(scratch.others + place * TILE + tl.arange(0, TILE)), 0)
         if keys.g is not None:
             if part == 0:
-                p_sum = p_dtotal + slot * HQ + i_q
-                tl.store(p_sum, tl.load(p_sum) + factor.gate * tl.sum(b_total, 0))
+                tl.store(p_sums + i_q, total)
     store_tile(p_dM, i_map, part, 0, b_dM, BK, BK, BR, BK)
 
 
 @triton.jit
-def later_tiles(turn, block, length, SIZES: tl.constexpr):
+def later_tiles(turn, lanes, block, length, SIZES: tl.constexpr):
     """First tile after a block of a sequence; the first of the turn, and the one after its last."""
     first = (block + 1) * (SIZES.BLOCK * SIZES.BT // SIZES.TILE)
-    lanes = turn * SIZES.LANES
-    end = tl.minimum((length + SIZES.TILE - 1) // SIZES.TILE, lanes + SIZES.LANES)
-    return first, tl.maximum(first, lanes), end
+    end = tl.minimum((length + SIZES.TILE - 1) // SIZES.TILE, (turn + 1) * lanes)
+    return first, tl.maximum(first, turn * lanes), end

@@ -1,6 +1,6 @@
 """Queries between blocks, in turns: at every earlier block, and their gradients there.
 
-A turn takes LANES neighbouring tiles of every sequence. A tile is kept at every block in a scratch, which the next
+A turn takes `lanes` neighbouring tiles of every sequence. A tile is kept at every block in a scratch, which the next
 turn overwrites, so memory is linear in the tokens.
 """
 
@@ -31,9 +31,9 @@ class Scratch(NamedTuple):
     """Kernel argument: tiles of queries at every block, for every lane, slot and query head; contiguous.
 
     Attributes:
-        x: [LANES slots HQ, TILE, BK] rows at the block's end.
+        x: [lanes slots HQ, TILE, BK] rows at the block's end.
         dx: The same of their gradients at the block's start.
-        passed: [LANES slots HQ, TILE] sums of log gates from the block's end to each query.
+        passed: [lanes slots HQ, TILE] sums of log gates from the block's end to each query.
         others: [LANES slots HQ, TILE] sums of the gradients of the logits of all keys before the block.
     """
 
@@ -43,9 +43,9 @@ class Scratch(NamedTuple):
     others: Any
 
 
-@triton.jit(do_not_specialize=["slots", "turn", "N", "T", "per_sequence"])
+@triton.jit(do_not_specialize=["slots", "turn", "lanes", "N", "T", "per_sequence"])
 def wyfold_path_far_starts_triton(
-    queries, keys, scratch, slots, turn, packing, N, T, per_sequence, factor,
+    queries, keys, scratch, slots, turn, lanes, packing, N, T, per_sequence, factor,
     SIZES: tl.constexpr, PACKED: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one query head at the end of every earlier block, from near to far.
@@ -68,8 +68,8 @@ def wyfold_path_far_starts_triton(
     if PACKED:
         if i_n == N:
             return
-    lane, block = tile - turn * SIZES.LANES, tile * TILE // S
-    if (rows <= 0) | (lane < 0) | (lane >= SIZES.LANES) | (block == 0):
+    lane, block = tile - turn * lanes, tile * TILE // S
+    if (rows <= 0) | (lane < 0) | (lane >= lanes) | (block == 0):
         return
     token = b * T + start + tile * TILE
     b_x = load_rows(queries.x, token, i_q, rows, HQ, K, TILE, BK).to(tl.float32)
@@ -101,9 +101,9 @@ def wyfold_path_far_starts_triton(
         store_numbers(queries.delta, token, i_q, rows, b_delta, HQ, TILE)
 
 
-@triton.jit(do_not_specialize=["slots", "turn", "N", "T", "per_sequence"])
+@triton.jit(do_not_specialize=["slots", "turn", "lanes", "N", "T", "per_sequence"])
 def wyfold_path_far_rows_triton(
-    queries, keys, scratch, slots, turn, p_dq, p_others, packing, N, T, per_sequence, factor,
+    queries, keys, scratch, slots, turn, lanes, p_dq, p_others, packing, N, T, per_sequence, factor,
     SIZES: tl.constexpr, PACKED: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one tile of queries of one query head from all blocks before their own, from far to near.
@@ -126,8 +126,8 @@ def wyfold_path_far_rows_triton(
     if PACKED:
         if i_n == N:
             return
-    lane, block = tile - turn * SIZES.LANES, tile * TILE // S
-    if (rows <= 0) | (lane < 0) | (lane >= SIZES.LANES) | (block == 0):
+    lane, block = tile - turn * lanes, tile * TILE // S
+    if (rows <= 0) | (lane < 0) | (lane >= lanes) | (block == 0):
         return
     token = b * T + start + tile * TILE
     b_do = load_rows(queries.do, token, i_q, rows, HQ, V, TILE, BV)
@@ -166,9 +166,10 @@ def wyfold_path_far_rows_triton(
 def tile_span(packing, T, per_sequence, SIZES: tl.constexpr, PACKED: tl.constexpr):
     """Sequence of this program's tile, its buffer row and first token, number of the tile, and its tokens.
 
-    A program has a chunk; those of chunks that begin no tile have no tokens.
+    A program has a chunk; those of chunks that begin no tile have no tokens. The last chunks are first, since they have
+    the most keys.
     """
-    i_c = tl.program_id(0).to(tl.int64) // SIZES.HQ
+    i_c = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) // SIZES.HQ
     CHUNKS: tl.constexpr = SIZES.TILE // SIZES.BT
     i_n, i_s, b, t, rows = chunk_span(i_c, packing, T, per_sequence, PACKED, SIZES.BT)
     left = T - t

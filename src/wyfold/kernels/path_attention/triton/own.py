@@ -17,7 +17,7 @@ from wyfold.kernels.path_attention.triton.arguments import (
     weights,
 )
 from wyfold.tile.dot.triton import mm
-from wyfold.tile.index.triton import chunk_span
+from wyfold.tile.index.triton import chunk_span, near_row
 
 
 class OwnRows(NamedTuple):
@@ -25,8 +25,8 @@ class OwnRows(NamedTuple):
 
     Attributes:
         dq, others: Gradients from all blocks before, then from all chunks before.
-        dnear: [BLOCK - 1, B, T, HQ, K] gradients of the queries at the start of each earlier chunk of their block.
-        dtotal: [BLOCK - 1, B, T, HQ] at a chunk's first token: gradients of the earlier chunks' sums of log gates.
+        dnear: [near rows, HQ, K] gradients of the queries at the start of each earlier chunk of their block.
+        dtotal: [near rows, HQ] at a chunk's first row: gradients of the earlier chunks' sums of log gates.
     """
 
     dq: Any
@@ -45,9 +45,9 @@ class OwnKeys(NamedTuple):
     dend: Any
 
 
-@triton.jit(do_not_specialize=["N", "T", "per_sequence", "tokens"])
+@triton.jit(do_not_specialize=["N", "T", "per_sequence"])
 def wyfold_path_own_rows_triton(
-    queries, tokens, keys, out, packing, N, T, per_sequence, factor,
+    queries, keys, out, packing, N, T, per_sequence, factor,
     SIZES: tl.constexpr, PACKED: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one chunk of one query head from the earlier chunks of its block."""
@@ -75,7 +75,7 @@ def wyfold_path_own_rows_triton(
     b_delta = load_numbers(queries.delta, token, i_q, rows, HQ, BT)
     for c in range(place):
         first = token - (place - c) * BT
-        near = c * tokens.to(tl.int64) + token
+        near = near_row(token, place, c, rows, BT, BLOCK)
         store_rows(out.dnear, near, i_q, rows, b_grad, HQ, K)
         # Each tile is loaded where it is needed: all of them at once would need the registers of their sums.
         b_W = load_rows(keys.W, first, i_h, BT, H, K, BT, BK)
@@ -100,9 +100,9 @@ def wyfold_path_own_rows_triton(
     store_numbers(out.others, token, i_q, rows, b_far, HQ, BT)
 
 
-@triton.jit(do_not_specialize=["N", "T", "per_sequence", "tokens"])
+@triton.jit(do_not_specialize=["N", "T", "per_sequence"])
 def wyfold_path_own_keys_triton(
-    queries, tokens, keys, p_dnear, out, packing, N, T, per_sequence, factor,
+    queries, keys, p_dnear, out, packing, N, T, per_sequence, factor,
     SIZES: tl.constexpr, PACKED: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the keys and factors of one chunk of one key head from the later chunks of its block."""
@@ -123,7 +123,6 @@ def wyfold_path_own_keys_triton(
             return
         left = tl.load(packing.cu + i_n + 1) - t
     place, token = i_s % BLOCK, b * T + t
-    near = place * tokens.to(tl.int64)
     later = tl.minimum((left + BT - 1) // BT, BLOCK - place)  # the chunk itself, and those after it
     followed = tl.where(left > (BLOCK - place) * BT, rows, 0)  # by another block
     b_dv = load_rows(out.dv, token, i_h, followed, H, V, BT, BV)
@@ -138,12 +137,13 @@ def wyfold_path_own_keys_triton(
             b_end = load_numbers(keys.stop, token, i_q, rows, HQ, BT)
         for i in range(1, later):
             from_here, queried = token + i * BT, tl.minimum(left - i * BT, BT).to(tl.int32)
-            b_x = load_rows(queries.near, near + from_here, i_q, queried, HQ, K, BT, BK)
+            near = near_row(from_here, place + i, place, queried, BT, BLOCK)
+            b_x = load_rows(queries.near, near, i_q, queried, HQ, K, BT, BK)
             b_do = load_rows(queries.do, from_here, i_q, queried, HQ, V, BT, BV)
             b_delta = to_columns(load_numbers(queries.delta, from_here, i_q, queried, HQ, BT), BT)
             b_offset = -to_columns(load_numbers(queries.lse, from_here, i_q, queried, HQ, BT), BT)[None, :]
             if keys.g is not None:
-                b_passed = load_numbers(queries.near_sums, near + from_here, i_q, queried, HQ, BT)
+                b_passed = load_numbers(queries.near_sums, near, i_q, queried, HQ, BT)
                 b_after = b_end[:, None] + to_columns(b_passed, BT)[None, :]
                 b_offset = tl.fma(b_after, factor.logit_gate, b_offset)
             b_p = weights(mm(b_k, tl.trans(b_x), None, OP, PRECISION), factor.logit_scale, b_offset)
@@ -164,8 +164,9 @@ def wyfold_path_own_keys_triton(
         i_q = i_h * (HQ // H) + e
         for i in range(1, later):
             from_here, queried = token + i * BT, tl.minimum(left - i * BT, BT).to(tl.int32)
-            b_x = load_rows(queries.near, near + from_here, i_q, queried, HQ, K, BT, BK)
-            b_grad = load_rows(p_dnear, near + from_here, i_q, queried, HQ, K, BT, BK)
+            near = near_row(from_here, place + i, place, queried, BT, BLOCK)
+            b_x = load_rows(queries.near, near, i_q, queried, HQ, K, BT, BK)
+            b_grad = load_rows(p_dnear, near, i_q, queried, HQ, K, BT, BK)
             b_u = -mm(b_w, tl.trans(b_x), None, OP, PRECISION)
             b_dW = mm(b_u, b_grad, b_dW, OP, PRECISION)
             b_du = -mm(b_W, tl.trans(b_grad), None, OP, PRECISION)

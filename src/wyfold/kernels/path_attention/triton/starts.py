@@ -20,12 +20,12 @@ from wyfold.kernels.path_attention.triton.arguments import (
     weights,
 )
 from wyfold.tile.dot.triton import mm, mm_exact
-from wyfold.tile.index.triton import TokenRows, chunk_span, load_tokens
+from wyfold.tile.index.triton import TokenRows, chunk_span, load_tokens, near_row
 
 
-@triton.jit(do_not_specialize=["N", "T", "per_sequence", "tokens"])
+@triton.jit(do_not_specialize=["N", "T", "per_sequence"])
 def wyfold_path_starts_triton(
-    own, p_o, s_o, p_rest, queries, tokens, keys, packing, N, T, per_sequence, factor,
+    own, p_o, s_o, p_rest, queries, keys, packing, N, T, per_sequence, factor,
     SIZES: tl.constexpr, PACKED: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
@@ -79,7 +79,7 @@ def wyfold_path_starts_triton(
         b_passed = load_numbers(keys.start, token, i_q, rows, HQ, BT)
     for i in range(place):
         before = token - (i + 1) * BT
-        near = (place - 1 - i) * tokens.to(tl.int64) + token
+        near = near_row(token, place, place - 1 - i, rows, BT, BLOCK)
         store_rows(queries.near, near, i_q, rows, b_x, HQ, K)
         b_offset = -b_lse[:, None]
         if keys.g is not None:

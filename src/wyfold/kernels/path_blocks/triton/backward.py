@@ -85,7 +85,6 @@ def path_factors_bwd(
         "logits",
         x=tokens,
         passed=Passed(d.dq, d.dq.stride(), d.others, d.dend, d.dblock_end, d.dtotal, d.dblock_total),
-        tokens=d.x.shape[:2].numel(),
         tiles=tiles,
         out=QueryGradients(out.q, out.q.stride(), out.g, strides(out.g)),
         factor=path_scales(scale, gate),

@@ -14,6 +14,7 @@ from wyfold.tile.index.triton import (
     load_token_scalars,
     load_tokens,
     map_slot,
+    near_row,
     store_token_scalars,
     store_tokens,
 )
@@ -98,9 +99,9 @@ class KeyGradients(NamedTuple):
     end: None = None
 
 
-@triton.jit(do_not_specialize=["tokens", "N", "T", "per_sequence"])
+@triton.jit(do_not_specialize=["N", "T", "per_sequence"])
 def wyfold_path_own_logits_bwd_triton(
-    x, passed, tokens, tiles, out, packing, N, T, per_sequence, factor,
+    x, passed, tiles, out, packing, N, T, per_sequence, factor,
     SIZES: tl.constexpr, PACKED: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the queries and gates of one chunk of one query head; tiles for those of its keys."""
@@ -149,8 +150,9 @@ def wyfold_path_own_logits_bwd_triton(
         place = i_s % BLOCK
         block_end = (BLOCK - place) * BT  # tokens from here to the block's end
         for i in range(1, tl.minimum((left + BT - 1) // BT, BLOCK - place)):
-            p_total = passed.dtotal + place * tokens.to(tl.int64) * HQ + b * x.s_lse[0] + (t + i * BT) * x.s_lse[1]
-            b_dg += tl.load(p_total + i_q * x.s_lse[2])
+            queried = tl.minimum(left - i * BT, BT)
+            near = near_row(b * T + t + i * BT, place + i, place, queried, BT, BLOCK)
+            b_dg += tl.load(passed.dtotal + near * HQ + i_q)
         if left > block_end:
             b_dg += before(passed.dblock_end, x.s_lse, at, i_q, BT)
             for m in range(place):

@@ -235,6 +235,23 @@ def map_slot(b, t, T, S: tl.constexpr):
 
 
 @triton.jit
+def near_row(token, place, earlier, rows, BT: tl.constexpr, BLOCK: tl.constexpr):
+    """First row of a chunk's queries at the end of an earlier chunk, in tensors of these rows of all chunks.
+
+    The chunk begins at `token` and has `rows` queries. It is number `place` of its block of BLOCK chunks, and has its
+    queries once for each of the `place` chunks before it. So the rows of a block are at most (BLOCK - 1) / 2 times its
+    tokens, and begin at that many times the tokens before the block.
+    """
+    start = token - place * BT
+    return (BLOCK - 1) * start // 2 + place * (place - 1) // 2 * BT + earlier * rows
+
+
+def near_rows(tokens: int, block: int) -> int:
+    """Number of the rows that `near_row` numbers."""
+    return -(-(block - 1) * tokens // 2)
+
+
+@triton.jit
 def load_map(p_M, i, K: tl.constexpr, BK: tl.constexpr):
     """Load the i-th map, zero past the width.   [BK, BK]"""
     o = tl.arange(0, BK)
