@@ -130,6 +130,16 @@ def test_16_bits(dtype: torch.dtype, packed: bool, device):
     error.require(*found)
 
 
+def test_keys_of_narrow_heads_pass_their_check_in_every_draw(device):
+    """Strengths between 0 and 1 would shorten keys of 8 numbers to less than their rounding, and fail the check."""
+    a = drawn(16, device, K=8, dtype=torch.bfloat16)
+    checked = path_attention._trial(
+        PathTensors(*a.values(), None, None, None, None, None), PathOptions(0.25, 0.25, True, "triton")
+    )
+    for draw in range(3):
+        error.require(*verdicts._verdicts(checked._replace(tokens=400, draw=draw), device))
+
+
 def test_heads_in_groups_and_grouped_queries_change_no_bit(device, monkeypatch):
     """Heads and queries are computed in the backward a few at a time. Two query heads read one key head of three."""
     generator = torch.Generator().manual_seed(3)

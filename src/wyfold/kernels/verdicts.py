@@ -278,6 +278,8 @@ def _draw(trial: Trial, kind: str, shape: tuple[int, ...], seed: int) -> Tensor:
         return -0.1 * uniform
     if kind == "strength":
         return normal.sigmoid()
+    if kind == "reflection":  # strengths near 0 and 2: others would shorten keys to nothing
+        return 2 * (16 * normal).sigmoid()
     if kind == "step":
         return 0.1 * uniform
     if kind == "weight":

@@ -201,7 +201,7 @@ def _trial(t: PathTensors, options: PathOptions) -> Trial:
             sample(t.k, "normal", "BT"),
             sample(t.v, "normal", "BT"),
             sample(t.w, "unit", "BT"),
-            sample(t.beta, "strength", "BT"),
+            sample(t.beta, "reflection" if options.use_cache else "strength", "BT"),
             sample(t.g, "decay", "BT"),
             *past,
             boundary_sample(t.cu_seqlens),
