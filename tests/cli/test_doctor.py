@@ -43,3 +43,10 @@ def test_the_text_says_how_to_install_missing_packages(monkeypatch, capsys):
 def test_the_text_begins_with_what_runs(capsys):
     assert main(["doctor"]) == 0
     assert re.match(r"CPU only: every operator|GPU: \d+ of \d+ operators", capsys.readouterr().out)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_report(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    assert main(["doctor", "--out", str(tmp_path / "file" / "folder")]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and "--out: cannot write into" in printed.err

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import wyfold
 from wyfold.integrations import fla
-from wyfold.integrations.fla import gated_norms, rwkv7_pieces
+from wyfold.integrations.fla import gated_norms, pieces, recurrences, rwkv7_pieces
 from wyfold.integrations.fla.pieces import causal_conv1d_update
 
 B, T, D = 2, 5, 24
@@ -89,6 +89,7 @@ def test_norms_of_groups(rms: bool, before: bool, float64_bounds: Any):
 
 def test_wrong_calls_are_refused():
     x, g, weight = drawn(), drawn(), drawn(D)
+    narrow = [drawn(B, T, 1, D).to(dtype) for dtype in (torch.float32, torch.float8_e4m3fn, torch.float32)]
     for message, call in (
         ("eps must be at least 0", lambda: gated_norms.layer_norm_gated(x, g, weight, None, eps=-1.0)),
         ("g and residual must be", lambda: gated_norms.layer_norm_gated(x, g[:1], weight, None)),
@@ -97,11 +98,33 @@ def test_wrong_calls_are_refused():
         ("x and z must be", lambda: gated_norms.layernorm_fn(x, weight, None, g[:1])),
         ("x must be", lambda: causal_conv1d_update(x, drawn(B, D, 4), weight=drawn(D, 4))),
         ("x must have 3", lambda: rwkv7_pieces.channel_mixing_rwkv7(x[0], x[:, 0], weight, weight, weight)),
+        ("weight must be", lambda: gated_norms.layer_norm_gated(x, g, weight[:1], None)),
+        ("g must be float", lambda: gated_norms.rms_norm_gated(x, g.int(), weight, None, prenorm=True)),
+        ("x and z must be", lambda: gated_norms.layernorm_fn(x[0, 0, 0], weight, None)),
+        ("weight must have 2", lambda: pieces.causal_conv1d(x, drawn(D), output_final_state=True)),
+        ("x must have 3", lambda: pieces.causal_conv1d(x[0], drawn(D, 4), output_final_state=True)),
+        ("g must be", lambda: pieces.chunk_scaled_dot_kkt_fwd(x[:, :, None], x[:, :1, :1], x[..., :1])),
+        ("chunk_size must be", lambda: pieces.chunk_scaled_dot_kkt_fwd(x[:, :, None], *[x[..., :1]] * 2, None, 0)),
+        ("k must be float", lambda: recurrences.fused_recurrent_delta_rule(*narrow)),
     ):
         with pytest.raises(ValueError, match=message):
             call()
-    with pytest.raises(TypeError, match="weight must be"):
-        causal_conv1d_update(x, drawn(B, D, 4))
+    words: Any = ["one", "two"]
+    for message, call in (
+        ("weight must be", lambda: causal_conv1d_update(x, drawn(B, D, 4))),
+        ("residual must be", lambda: gated_norms.rms_norm_gated(x, g, weight, None, residual=words)),
+        ("prenorm must be", lambda: gated_norms.rms_norm_gated(x, g, weight, None, prenorm=words)),
+        ("x must be", lambda: gated_norms.layernorm_fn(words, weight, None)),
+        ("x must be", lambda: pieces.causal_conv1d(words, drawn(D, 4), output_final_state=True)),
+        ("cu_seqlens must be", lambda: pieces.causal_conv1d(x, drawn(D, 4), None, None, None, True, cu_seqlens=words)),
+        ("output_final_state must be", lambda: pieces.causal_conv1d(x, drawn(D, 4), output_final_state=words)),
+        ("A must be", lambda: pieces.solve_tril(words, output_dtype=None)),
+        ("g must be", lambda: pieces.chunk_scaled_dot_kkt_fwd(x[:, :, None], words, x[..., :1])),
+        ("states must be True", lambda: recurrences.chunk_kda(x, x, x, x, x, return_intermediate_states=words)),
+        ("use_gate_in_kernel must be", lambda: recurrences.fused_recurrent_gdn(x, x, x, use_gate_in_kernel=words)),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
 
 
 @pytest.mark.parametrize("form", ["N D", "1 N D", "N 1 D"])

@@ -25,6 +25,7 @@ def run(args: argparse.Namespace) -> int:
     from wyfold.cli import results
     from wyfold.ops.doctor import doctor
 
+    results.ready(args.out)
     report = doctor()
     print(json.dumps(report.as_dict(), indent=1) if args.json else report)
     if args.out:

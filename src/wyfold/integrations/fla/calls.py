@@ -121,6 +121,8 @@ def _fused_recurrent_gdn(arguments: Arguments) -> None:
 def _conv(arguments: Arguments) -> None:
     if arguments.get("weight") is None:
         raise Declined("no weight")
+    if "output_final_state" in arguments:
+        arguments["output_final_state"] = bool(arguments["output_final_state"])
     if arguments.get("backend", "triton") != "triton":
         raise Declined(f"backend {arguments['backend']!r} was asked for")
     state, x = arguments.get("initial_state"), arguments.get("x")

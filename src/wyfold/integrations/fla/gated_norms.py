@@ -36,6 +36,7 @@ def rms_norm_gated(
         residual_in_fp32: Dtype of the returned sum where there is no residual whose dtype it could have.
         eps: Added to the mean square. With 0, a row of zeros is NaN, as in fla.
     """
+    check.flag("rms_norm_gated", prenorm=prenorm)
     if residual is not None or prenorm or check.number("rms_norm_gated", "eps", eps) == 0:
         return _normalised_then_gated(
             "rms_norm_gated", x, g, weight, bias, activation, residual, prenorm, residual_in_fp32, eps
@@ -118,10 +119,11 @@ def layernorm_fn(
     Raises:
         ValueError: A shape is wrong, or eps is negative.
     """
+    check.floating("layernorm_fn", x=x, weight=weight, bias=bias, z=z)
     sizes = check.shapes("layernorm_fn", optional=("bias",), weight=(weight, "D"), bias=(bias, "D"))
     D = sizes["D"]
     group = D if group_size is None else check.integer("layernorm_fn", "group_size", group_size, least=1)
-    if x.shape[-1] != D or (z is not None and z.shape != x.shape) or D % group:
+    if x.shape[-1:] != (D,) or (z is not None and z.shape != x.shape) or D % group:
         raise ValueError(
             f"layernorm_fn: x and z must be [..., {D}], a multiple of group_size = {group}, as weight is, got "
             f"{list(x.shape)} and {None if z is None else list(z.shape)}"
@@ -340,6 +342,11 @@ def _normalised_then_gated(
     """The norm that `op` names of x + residual, times the gate, in PyTorch."""
     check.choice(op, "activation", activation, ("swish", "silu", "sigmoid"))
     check.flag(op, prenorm=prenorm, residual_in_fp32=residual_in_fp32)
+    given = {"x": x, "g": g, "residual": residual, "weight": weight, "bias": bias}
+    check.floating(op, **given)
+    check.same_attribute(op, "device", **given)
+    of_rows = {"D": x.shape[-1] if x.ndim else 1}
+    check.shapes(op, optional=("weight", "bias"), known=of_rows, weight=(weight, "D"), bias=(bias, "D"))
     if g.shape != x.shape or (residual is not None and residual.shape != x.shape):
         others = [None if other is None else list(other.shape) for other in (g, residual)]
         raise ValueError(f"{op}: g and residual must be {list(x.shape)} as x, got {others[0]} and {others[1]}")

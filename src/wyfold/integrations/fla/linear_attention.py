@@ -303,7 +303,7 @@ def _lightning_decays(op: str, q: Tensor, layer_idx: int, num_layers: int) -> Te
     # Beyond the last layer the decays would be growth.
     part = 1 - check.integer(op, "layer_idx", layer_idx, least=0, most=layers) / layers
     H = check.shapes(op, q=(q, "B T H K"))["H"]
-    return -8 / H * part * torch.arange(H, dtype=torch.float32, device=q.device)
+    return -8 / max(1, H) * part * torch.arange(H, dtype=torch.float32, device=q.device)
 
 
 def _retention_decays(op: str, q: Tensor) -> Tensor:

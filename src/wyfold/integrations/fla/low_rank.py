@@ -177,7 +177,8 @@ def chunk_gdn2(
 
     With `return_intermediate_states` a third result has the states that enter each chunk, as of `chunk_kda`.
     """
-    if chunk_size not in (None, 64):
+    check.flag("chunk_gdn2", return_intermediate_states=return_intermediate_states)
+    if chunk_size is not None and check.integer("chunk_gdn2", "chunk_size", chunk_size, least=1) != 64:
         raise ValueError(
             f"chunk_gdn2: `chunk_size` must be 64 for GDN-2 under fla's name, got {chunk_size!r}; wyfold.chunk_gdn2 "
             "takes others"

@@ -11,7 +11,7 @@ from wyfold.integrations.fla.ranks import wyfold_context
 from wyfold.integrations.fla.recurrences import Result
 from wyfold.ops import conv, gates, norm, solve
 from wyfold.runtime import check
-from wyfold.runtime.layout import SequenceLayout
+from wyfold.runtime.layout import SequenceLayout, boundaries_of, packed_boundaries
 
 
 def solve_tril(
@@ -21,7 +21,8 @@ def solve_tril(
     output_dtype: torch.dtype | None = torch.float32,
 ) -> Tensor:
     """`wyfold.solve_tril`; output_dtype=None keeps the dtype of A, as in fla."""
-    return solve.solve_tril(A, cu_seqlens=cu_seqlens, output_dtype=output_dtype or A.dtype)
+    kept = check.tensor("solve_tril", "A", A).dtype if output_dtype is None else output_dtype
+    return solve.solve_tril(A, cu_seqlens=cu_seqlens, output_dtype=kept)
 
 
 def chunk_scaled_dot_kkt_fwd(
@@ -39,9 +40,15 @@ def chunk_scaled_dot_kkt_fwd(
         g: [B, T, HV]. As in fla: base-2 logs, cumulative within chunks. Wyfold's own operator takes a natural log per
             token.
     """
+    op = "chunk_scaled_dot_kkt_fwd"
     if beta is None:
-        raise ValueError("chunk_scaled_dot_kkt_fwd: beta must be given, got None")
-    decay = None if g is None else per_token(g, cu_seqlens, chunk_size)
+        raise ValueError(f"{op}: beta must be given, got None")
+    decay = None
+    if g is not None:
+        check.integer(op, "chunk_size", chunk_size, least=1)
+        check.shapes(op, k=(k, "B T H K"), beta=(beta, "B T HV"), g=(g, "B T HV"))
+        check.floating(op, g=g)
+        decay = per_token(g, cu_seqlens, chunk_size)
     return solve.chunk_scaled_dot_kkt(
         k, beta, decay, chunk_size=chunk_size, cu_seqlens=cu_seqlens, output_dtype=output_dtype
     )
@@ -99,18 +106,21 @@ def causal_conv1d(
     Args:
         backend: fla's kernel choice; accepted and ignored.
     """
-    context = wyfold_context("causal_conv1d", cp_context, initial_state, output_final_state)
-    D, W = weight.shape
+    op, output_final_state = "causal_conv1d", False if output_final_state is None else output_final_state
+    check.flag(op, output_final_state=output_final_state)
+    context = wyfold_context(op, cp_context, initial_state, output_final_state)
     if initial_state is None and output_final_state:
-        N = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        initial_state = x.new_zeros(N, D, W)
+        sizes = check.shapes(op, x=(x, "B T D"), weight=(weight, "D W"))
+        cu, tokens = boundaries_of(cu_seqlens)
+        N = sizes["B"] if cu is None else packed_boundaries(op, x, cu, tokens).shape[0] - 1
+        initial_state = x.new_zeros(N, sizes["D"], sizes["W"])
     return conv.causal_conv1d(
         x,
         weight,
         bias,
         residual=residual,
         initial_state=initial_state,
-        output_final_state=bool(output_final_state),
+        output_final_state=output_final_state,
         activation=activation,
         cu_seqlens=None if context else cu_seqlens,
         cp_context=context,

@@ -162,6 +162,7 @@ def fused_recurrent_gated_delta_rule(
     channel, every value channel is computed as a head of 8 columns, at 8 times the work.
     """
     op = "fused_recurrent_gated_delta_rule"
+    check.flag(op, use_gate_in_kernel=use_gate_in_kernel)
     for name, given in (("gk", gk), ("gv", gv)):
         if given is not None and use_gate_in_kernel:
             raise ValueError(f"{op}: {name} must come with use_gate_in_kernel=False, got use_gate_in_kernel=True")
@@ -232,7 +233,8 @@ def chunk_kda(
     their boundaries are read on the CPU.
     """
     context = wyfold_context("chunk_kda", cp_context, initial_state, output_final_state)
-    if chunk_size not in (None, 32, 64):
+    check.flag("chunk_kda", return_intermediate_states=return_intermediate_states)
+    if chunk_size is not None and check.integer("chunk_kda", "chunk_size", chunk_size, least=1) not in (32, 64):
         raise ValueError(
             f"chunk_kda: `chunk_size` must be either 32 or 64 under fla's name, got {chunk_size!r}; wyfold.chunk_kda "
             "also has 16"
@@ -374,7 +376,7 @@ def _check_decays(
 
 def _in_one_dtype(*rows: Tensor, result: Tensor) -> tuple[tuple[Tensor, ...], torch.dtype | None]:
     """Rows in the widest of their dtypes, and the dtype of the output; None if theirs are equal, or to be refused."""
-    if not all(isinstance(x, Tensor) and x.is_floating_point() for x in rows) or len({x.dtype for x in rows}) == 1:
+    if not all(isinstance(x, Tensor) and x.dtype in check.FLOATS for x in rows) or len({x.dtype for x in rows}) == 1:
         return rows, None
     widest = functools.reduce(torch.promote_types, [x.dtype for x in rows])
     return tuple([x.to(widest) for x in rows]), result.dtype
