@@ -22,6 +22,7 @@ from wyfold.reference.error import Verdict, judge, require, rms
 from wyfold.reference.rounded import chunked
 from wyfold.reference.shapes import Shape
 from wyfold.reference.targets import target
+from wyfold.runtime import segment_rule
 
 RULES = ("delta_rule", "gated_delta_rule", "kda")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -58,7 +59,9 @@ def judged(placed, arrows, results) -> Callable[..., list[Verdict]]:
         op = getattr(wyfold, f"chunk_{rule}")
         rows = wyfold.explain(op, **placed(a), **options).chunk_size
         row = row if rows == 64 or a["q"].dtype == FP32 else None
-        yardstick = results(chunked, a, None, fed, chunk_size=rows) if a["q"].dtype != FP32 else {}
+        yardstick: dict[str, Tensor] = {}
+        if a["q"].dtype != FP32:
+            yardstick = results(chunked, a, None, fed, chunk_size=rows, erases=rule != "gla")
         got = results(op, placed(a), None, placed(fed), **options)
         assert got.keys() == truth.keys()
         return [verdict(name, got[name].cpu(), x, yardstick.get(name), a["q"].dtype, row) for name, x in truth.items()]
@@ -113,6 +116,19 @@ def test_families_over_many_chunks(rule: str, family: str, judged):
 def test_gates(rule: str, gate: str, judged):
     """32 states: most of dbeta's error is at the tokens nearest to a given state or its gradient."""
     require(*judged(rule, drawn("random", rule, Shape(16, 200, 2, 2, 128, 128), gate=gate), None, long=True))
+
+
+@pytest.mark.parametrize("segments", [1, 3])
+@pytest.mark.parametrize("form", ["channel", "scalar", "none"])
+def test_gla(form: str, segments: int, judged):
+    """Long keys that erase nothing: an erasure, which other rules have, would be as large as the state."""
+    a = drawn("random", "gla", Shape(4 // segments, 584, 2, 2, 128, 128), gate="weak")
+    if form == "scalar":
+        a["g"] = a["g"][..., 0].contiguous()
+    if form == "none":
+        del a["g"]
+    with segment_rule.forced(segments):
+        require(*judged("gla", a, None, chunk_size=64))
 
 
 @pytest.mark.parametrize("dtype, K", [(FP16, 128), (FP32, 64)], ids=str)

@@ -34,6 +34,7 @@ class Call:
         S0, dST: [N, HV, K, V] initial states and gradients of the final states; None is zero.
         grid: Chunk grid.
         cu: Boundaries of a packed batch, which may end before T; None: every batch row is a sequence.
+        erases: `DeltaOptions.erases`.
     """
 
     q: Tensor
@@ -45,6 +46,7 @@ class Call:
     dST: Tensor | None
     grid: ChunkGrid
     cu: list[int] | None
+    erases: bool
 
     @property
     def spans(self) -> list[tuple[int, int, int]]:
@@ -122,6 +124,7 @@ def filled(x: Tensor) -> Tensor:
 def draw(
     gate: str,
     folded: bool,
+    erases: bool = True,
     *,
     B: int = 1,
     T: int = 200,
@@ -137,6 +140,7 @@ def draw(
     Args:
         gate: "scalar" or "channel".
         folded: Whether the scans read E instead of W.
+        erases: Whether keys read the state.
         B, T, H, HV, K, V: Sizes.
         cu: Boundaries of a packed batch, or None.
         given: Whether there are initial states and gradients of final states.
@@ -149,6 +153,7 @@ def draw(
     rows = 0.05 + 0.95 * u(n, 4, C)
     if channel:
         rows[:, :3] = 1.0
+    rows[:, 0] *= erases
 
     def square() -> Tensor:
         return to_quarters((torch.eye(C) + 0.1 * r(n, C, C).tril(-1).mT).bfloat16())
@@ -167,7 +172,7 @@ def draw(
         FB=None if folded else square(),
     )
     S0, dST = (0.1 * r(sequences, HV, K, V) if given else None for _ in range(2))
-    return Call(q, k, v, do, prepared, S0, dST, grid, cu)
+    return Call(q, k, v, do, prepared, S0, dST, grid, cu, erases)
 
 
 def first_chunks(call: Call) -> list[int]:

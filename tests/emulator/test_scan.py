@@ -21,7 +21,7 @@ CONFIGS = [
     ({"BV": 64, "PARTS": 1, "OUT": 1}, 3),
     ({"BV": 128, "PARTS": 1, "OUT": 1}, 3),
 ]
-FORMS = [("scalar", False), ("scalar", True), ("channel", True)]
+FORMS = [("scalar", False), ("scalar", True), ("channel", True), ("channel", True, False), ("scalar", False, False)]
 SHAPES = [
     {"B": 2, "T": 200},
     {"T": 530, "cu": PACKED, "H": 2},
@@ -72,7 +72,7 @@ def judge(machine: Machine, config: tuple[dict[str, int], int], call: Call) -> N
             call.prepared,
             call.S0,
             call.grid,
-            options(scale=SCALE),
+            options(scale=SCALE, erases=call.erases),
             LaunchKey(),
             o,
             ST,

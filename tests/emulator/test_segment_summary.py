@@ -17,13 +17,13 @@ from wyfold.runtime.kernel_configs import Config, LaunchKey
 
 SCALE = 0.25
 UNWRITTEN = 7.0
-FORMS = [("scalar", False), ("scalar", True), ("channel", True)]
+FORMS = [("scalar", False), ("scalar", True), ("channel", True), ("channel", True, False), ("scalar", False, False)]
 CONFIGS = [({"BV": 64, "PARTS": 1}, 3), ({"BV": 128, "PARTS": 2}, 2)]
 LENGTHS = [7 * C + 3, 1, 4 * C, 3 * C]
 CASES = cases(CONFIGS, FORMS)
 
 
-def packed(form: tuple[str, bool], lengths: list[int], **shape: Any) -> tuple[Call, Segments]:
+def packed(form: tuple[Any, ...], lengths: list[int], **shape: Any) -> tuple[Call, Segments]:
     """A packed batch, cut into segments of three chunks, with five tokens behind the last sequence."""
     cu = [0, *accumulate(lengths)]
     call = draw(*form, T=cu[-1] + 5, cu=cu, **shape)
@@ -142,7 +142,9 @@ def summarised(
     maps(call, segments, *want)
     call.spoil()
     with machine.installed(forward.launch, Config(4, config[1], config[0])):
-        forward.segment_summary(call.k, call.v, call.prepared, call.S0, segments, LaunchKey(), H, M, horizon=horizon)
+        how = options(erases=call.erases)
+        given = call.k, call.v, call.prepared, call.S0, segments, how, LaunchKey()
+        forward.segment_summary(*given, H, M, horizon=horizon)
     require_close(machine, H=written(H, want[0]), M=written(M, want[1]))
 
 

@@ -111,7 +111,8 @@ class KernelCall:
         key = self.key._replace(launch="fwd")
         summary = table.selected_module("segment_summary", self.options.backend, key, k.device).segment_summary
         horizon = self.begins_at_horizon(key)
-        summary(k, v, prepared, initial, self.segments, self.key, states.mT, maps.mT, horizon=horizon)
+        arguments = k, v, prepared, initial, self.segments, self.options, self.key, states.mT, maps.mT
+        summary(*arguments, horizon=horizon)
 
     def summary_bwd(
         self, q: Tensor, k: Tensor, prepared: Prepared, do: Tensor, final: Tensor | None, gradients: Tensor

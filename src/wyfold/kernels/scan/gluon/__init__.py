@@ -83,7 +83,7 @@ def scan(
         prepared: From `prepare`.
         initial_state: [N, HV, K, V] view of any strides and float dtype, or None (zeros).
         grid: Chunk grid of the call, or of its segments, with chunks of 64.
-        options: Uses `scale`.
+        options: Uses `scale` and `erases`.
         key: Key of the launch configuration.
         o: [B, T, HV, V] written.
         final_state: [N, HV, K, V] view, written, or None.
@@ -139,6 +139,7 @@ def scan(
             PACKED=grid.cu is not None,
             CHANNEL=prepared.q is not None,
             FOLDED=prepared.E is not None,
+            ERASES=options.erases,
         ),
         **slot_arguments(initial_state, slots),
         **config.options(),

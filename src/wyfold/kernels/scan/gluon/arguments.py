@@ -45,6 +45,7 @@ class Sizes(NamedTuple):
         OUT: Buffers per part for the output, or 0 (see above).
         STAGES: Chunks in flight.
         PACKED, CHANNEL, FOLDED: Whether the batch is packed, the gate is per channel, and E is read instead of W.
+        ERASES: `DeltaOptions.erases`; without it the keys read no state, and R is V.
     """
 
     H: int
@@ -59,3 +60,4 @@ class Sizes(NamedTuple):
     PACKED: bool
     CHANNEL: bool
     FOLDED: bool
+    ERASES: bool

@@ -93,6 +93,7 @@ def _step(S, total, gmem, smem, coords, scale, part, stage, i, SIZES: gl.constex
     BW: gl.constexpr = SIZES.BV // SIZES.PARTS
     CHANNEL: gl.constexpr = SIZES.CHANNEL
     FOLDED: gl.constexpr = SIZES.FOLDED
+    ERASES: gl.constexpr = SIZES.ERASES
     L: gl.constexpr = layouts(SIZES.K, BT, gl.num_warps())
     LC: gl.constexpr = L.chunk
     ROW: gl.constexpr = L.row
@@ -101,7 +102,9 @@ def _step(S, total, gmem, smem, coords, scale, part, stage, i, SIZES: gl.constex
     key, query, factors = smem.k.index(stage), smem.q.index(stage), smem.rows.index(stage)
 
     left = gl.convert_layout(S.to(OP), L.state_left, assert_trivial=True)
-    Sk = warpgroup_mma(left, key.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+    Sk = zero_acc
+    if ERASES:
+        Sk = warpgroup_mma(left, key.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     Sq = warpgroup_mma(left, query.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     before = stage_before(stage, SIZES.STAGES)
     _release(gmem, smem, coords, part, before, i - 1, SIZES)
@@ -111,9 +114,11 @@ def _step(S, total, gmem, smem, coords, scale, part, stage, i, SIZES: gl.constex
     # The compiler drops the loads that a gate kind or a form does not use.
     in_k, in_q = factors.slice(0, BT).load(ROW), factors.slice(BT, BT).load(ROW)
     beta = factors.slice(3 * BT, BT).load(ROW)
-    if FULL:
+    if FULL and ERASES:
         Sk = warpgroup_mma_wait(1, deps=[Sk])
-    if CHANNEL:
+    if not ERASES:
+        R = v.to(gl.float32)
+    elif CHANNEL:
         R = v.to(gl.float32) - Sk
     else:
         R = v.to(gl.float32) - Sk * in_k[None, :]

@@ -95,6 +95,7 @@ def _step(S, total, gmem, smem, coords, part, stage, i, opaque_zero, SIZES: gl.c
     PARTS: gl.constexpr = SIZES.PARTS
     CHANNEL: gl.constexpr = SIZES.CHANNEL
     FOLDED: gl.constexpr = SIZES.FOLDED
+    ERASES: gl.constexpr = SIZES.ERASES
     STAGES: gl.constexpr = SIZES.STAGES
     L: gl.constexpr = layouts(K, BT, gl.num_warps())
     LS: gl.constexpr = L.state
@@ -105,21 +106,28 @@ def _step(S, total, gmem, smem, coords, part, stage, i, opaque_zero, SIZES: gl.c
     key, factors = smem.k.index(stage), smem.rows.index(stage)
 
     left = gl.convert_layout(S.to(OP), L.state_left, assert_trivial=True)
-    Sk = warpgroup_mma(left, key.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+    Sk = zero_acc
+    if ERASES:
+        Sk = warpgroup_mma(left, key.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     fence_async_shared()
     mbarrier.arrive(smem.free.index(stage_before(stage, STAGES)), count=1, pred=i > 0)
     v = smem.v.index(stage * PARTS + part).permute((1, 0)).load(LC).to(gl.float32)
     beta = factors.slice(3 * BT, BT).load(ROW)  # dropped by the compiler where it is not used
     if CHANNEL:
         S = S * smem.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
-        Sk = warpgroup_mma_wait(0, deps=[Sk])
-        R = v - Sk
+        R = v
+        if ERASES:
+            Sk = warpgroup_mma_wait(0, deps=[Sk])
+            R = v - Sk
     else:
         in_k = factors.slice(0, BT).load(ROW)
         S = S * total
-        Sk = warpgroup_mma_wait(0, deps=[Sk])
+        if ERASES:
+            Sk = warpgroup_mma_wait(0, deps=[Sk])
         total = chunk_decay(gmem.total, coords.tile + (i + 2) * HV, i + 2 < coords.steps, opaque_zero, BW, LS)
-        R = v - Sk * in_k[None, :]
+        R = v
+        if ERASES:
+            R = v - Sk * in_k[None, :]
     if FOLDED:
         y = gl.convert_layout((R * beta[None, :]).to(OP), L.chunk_left, assert_trivial=True)
         S = warpgroup_mma(y, smem.write.index(stage), S, is_async=True)

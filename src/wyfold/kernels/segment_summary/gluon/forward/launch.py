@@ -13,6 +13,7 @@ from wyfold.kernels.segment_summary.triton.arguments import Maps, SegmentIndex
 from wyfold.runtime.chunk_layout import Segments
 from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
+from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.index.gluon import gluon_descriptors
 from wyfold.tile.index.triton import Packing, strides
 from wyfold.tile.index.triton.descriptors import (
@@ -32,6 +33,7 @@ def segment_summary(
     prepared: Prepared,
     initial_state: Tensor | None,
     segments: Segments,
+    options: DeltaOptions,
     key: LaunchKey,
     H: Tensor,
     M: Tensor,
@@ -48,6 +50,7 @@ def segment_summary(
         prepared: From `prepare`.
         initial_state: [N, HV, K, V] view of any strides and float dtype, or None (zeros).
         segments: Layout of the segments, with chunks of 64.
+        options: Uses `erases`.
         key: Key of the launch configuration.
         H: [borders, HV, K, V] float32 view, written.
         M: [borders, HV, K, K] float32 view, written; zeros for a segment that begins a sequence. Only a row of zeros
@@ -88,6 +91,7 @@ def segment_summary(
             PARTS=parts,
             CHANNEL=prepared.k is not None,
             FOLDED=prepared.E is not None,
+            ERASES=options.erases,
             STAGES=config.stages,
         ),
         **config.options(),

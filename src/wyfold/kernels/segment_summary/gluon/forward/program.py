@@ -19,6 +19,7 @@ class Sizes(NamedTuple):
         H, HV, K, V, BT: Sizes of the call and of a chunk.
         BV: Value rows of a program, which PARTS share.
         CHANNEL, FOLDED: Whether the gate is per channel, and E is read.
+        ERASES: `DeltaOptions.erases`; without it the keys read no state, and R is V.
         STAGES: Chunks in flight.
     """
 
@@ -31,6 +32,7 @@ class Sizes(NamedTuple):
     PARTS: int
     CHANNEL: bool
     FOLDED: bool
+    ERASES: bool
     STAGES: int
 
 
