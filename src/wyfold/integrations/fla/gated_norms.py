@@ -6,6 +6,8 @@ PyTorch, which computes in float32 (float64 for float64 inputs) and rounds each 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -342,7 +344,7 @@ def _normalised_then_gated(
     """The norm that `op` names of x + residual, times the gate, in PyTorch."""
     check.choice(op, "activation", activation, ("swish", "silu", "sigmoid"))
     check.flag(op, prenorm=prenorm, residual_in_fp32=residual_in_fp32)
-    given = {"x": x, "g": g, "residual": residual, "weight": weight, "bias": bias}
+    given: dict[str, Any] = {"x": x, "g": g, "residual": residual, "weight": weight, "bias": bias}
     check.floating(op, **given)
     check.same_attribute(op, "device", **given)
     of_rows = {"D": x.shape[-1] if x.ndim else 1}
