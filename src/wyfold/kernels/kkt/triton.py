@@ -23,7 +23,7 @@ from wyfold.tile.index.triton import (
     load_token_scalars,
     load_tokens,
     store_tokens,
-    strides,
+    with_strides,
 )
 from wyfold.tile.index.triton.sub_chunks import load_sub_chunks
 
@@ -49,8 +49,8 @@ def kkt(k: Tensor, beta: Tensor, g: Tensor | None, grid: ChunkGrid, out: Tensor)
     launch_kernel(
         wyfold_kkt_triton,
         grid.chunks * HV,
-        tokens=Tokens(k=k, s_k=k.stride(), beta=beta, s_beta=beta.stride(), L=out, s_L=out.stride()),
-        gate=Gate(g=g, s_g=strides(g), clamp=FLOOR),
+        tokens=with_strides(Tokens, k=k, beta=beta, L=out),
+        gate=with_strides(Gate, g=g, clamp=FLOOR),
         packing=Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),
         N=grid.sequences,
         T=grid.tokens,

@@ -25,7 +25,7 @@ from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.activation.triton import exp, sigmoid
 from wyfold.tile.decay.triton import activated, gate_argument, gate_flags, load_gate_parameters
-from wyfold.tile.index.triton import load_token_number, strides
+from wyfold.tile.index.triton import load_token_number, with_strides
 from wyfold.tile.index.triton.strength import Strength
 from wyfold.tile.norm.triton import normalised, vector_sum
 from wyfold.tile.state.gluon import column_layout, copy_state_async, key_sums, store_written
@@ -66,17 +66,11 @@ def recurrent(
     launch_kernel(
         wyfold_recurrent_gluon,
         grid.sequences * HV * (V // BV),
-        inputs=Inputs(q=q, s_q=q.stride(), k=k, s_k=k.stride(), v=v, s_v=v.stride(), o=o, s_o=o.stride()),
+        inputs=with_strides(Inputs, q=q, k=k, v=v, o=o),
         gate=gate_argument(g, A_log, dt_bias, options),
-        strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most),
+        strength=with_strides(Strength, beta=beta, most=options.beta_most),
         states=States(S0=entering, s_S0=entering.stride()[:2], ST=leaving, s_ST=leaving.stride()[:2]),
-        pool=Pool(
-            source=slots.source,
-            s_source=strides(slots.source),
-            target=slots.target,
-            s_target=strides(slots.target),
-            given=slots.given,
-        ),
+        pool=with_strides(Pool, source=slots.source, target=slots.target, given=slots.given),
         slots=entering.shape[0],
         slots_left=leaving.shape[0],
         pad=slots.pad,

@@ -19,7 +19,7 @@ from wyfold.kernels.ttt_decode import Pools
 from wyfold.kernels.ttt_records import TTTInputs
 from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
-from wyfold.tile.index.triton import strides
+from wyfold.tile.index.triton import strides, with_strides
 from wyfold.tile.inner.triton import inner_gradient, residual_norm
 
 ROWS_PER_PROGRAM = 128
@@ -42,35 +42,9 @@ def ttt_decode(x: TTTInputs, pools: Pools, slots: Slots, chunk_size: int, scale:
     launch_kernel(
         wyfold_ttt_decode_triton,
         N * HV,
-        inputs=Inputs(
-            q=x.q,
-            s_q=x.q.stride(),
-            k=x.k,
-            s_k=x.k.stride(),
-            v=x.v,
-            s_v=x.v.stride(),
-            w=x.w,
-            s_w=x.w.stride(),
-            u=x.u,
-            s_u=x.u.stride(),
-            eta=x.eta,
-            s_eta=x.eta.stride(),
-            col=x.col,
-            s_col=strides(x.col),
-        ),
-        pools=PoolMemory(
-            S=pools.S,
-            s_S=pools.S.stride(),
-            c=pools.c,
-            s_c=pools.c.stride(),
-            G=pools.G,
-            s_G=pools.G.stride(),
-            a=pools.a,
-            s_a=pools.a.stride(),
-            position=pools.position,
-            s_position=pools.position.stride(),
-        ),
-        rows=Rows(source=slots.source, s_source=strides(slots.source), o=o, s_o=o.stride()),
+        inputs=with_strides(Inputs, q=x.q, k=x.k, v=x.v, w=x.w, u=x.u, eta=x.eta, col=x.col),
+        pools=with_strides(PoolMemory, S=pools.S, c=pools.c, G=pools.G, a=pools.a, position=pools.position),
+        rows=with_strides(Rows, source=slots.source, o=o),
         slots=pools.S.shape[0],
         pad=slots.pad,
         scale=scale,

@@ -23,6 +23,7 @@ from wyfold.kernels.conv.triton.arguments import Gradients, Inputs, Outputs
 from wyfold.kernels.conv.triton.kernels import wyfold_conv_bwd_triton, wyfold_conv_triton
 from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
+from wyfold.tile.index.triton import with_strides
 
 
 def conv(
@@ -58,18 +59,17 @@ def conv(
     launch_kernel(
         wyfold_conv_triton,
         programs * spans.blocks,
-        inputs=Inputs(
+        inputs=with_strides(
+            Inputs,
             x=x,
-            s_x=x.stride(),
             w=weight,
-            s_w=weight.stride(),
             bias=_vector(bias),
             state=state,
             s_state=_strides(state, 3),
             residual=residual,
             s_residual=_strides(residual, 2),
         ),
-        outputs=Outputs(y=out, s_y=out.stride(), final=final_state, s_final=_strides(final_state, 3)),
+        outputs=with_strides(Outputs, y=out, final=final_state, s_final=_strides(final_state, 3)),
         p_cu=_boundaries(cu_seqlens),
         T=x.shape[0],
         N=N,
@@ -121,15 +121,7 @@ def conv_bwd(
     launch_kernel(
         wyfold_conv_bwd_triton,
         programs * spans.blocks,
-        inputs=Inputs(
-            x=x,
-            s_x=x.stride(),
-            w=weight,
-            s_w=weight.stride(),
-            bias=_vector(bias),
-            state=state,
-            s_state=_strides(state, 3),
-        ),
+        inputs=with_strides(Inputs, x=x, w=weight, bias=_vector(bias), state=state, s_state=_strides(state, 3)),
         gradients=Gradients(
             dy=dy,
             s_dy=_strides(dy, 2),

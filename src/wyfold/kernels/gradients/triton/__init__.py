@@ -21,7 +21,7 @@ from wyfold.runtime.triton_support import interpreting
 from wyfold.tile.decay.triton import NEAR, gate_argument, gate_flags, gate_width
 from wyfold.tile.decay.triton.gradient import gate_gradient_argument
 from wyfold.tile.dot.triton import NARROWEST, contracts, exact, operand, precision, workspace
-from wyfold.tile.index.triton import Packing, strides
+from wyfold.tile.index.triton import Packing, strides, with_strides
 from wyfold.tile.index.triton.descriptors import all_or_none, has_tma, tile_descriptor, token_descriptor
 from wyfold.tile.index.triton.strength import Strength
 
@@ -73,10 +73,8 @@ def gradients(
         *(tma.out or (out.q, out.k, out.v)),  # x_dq, x_dk, x_dv
         tokens=Tokens(s_q=q.stride(), s_k=k.stride(), s_do=do.stride(), S=borders.S, dS=borders.dS),
         gate=gate_argument(g, A_log, dt_bias, options),
-        strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most),
-        outputs=Outputs(
-            s_dq=strides(out.q), s_dk=strides(out.k), s_dv=strides(out.v), dbeta=out.beta, s_dbeta=strides(out.beta)
-        ),
+        strength=with_strides(Strength, beta=beta, most=options.beta_most),
+        outputs=with_strides(Outputs, s_dq=strides(out.q), s_dk=strides(out.k), s_dv=strides(out.v), dbeta=out.beta),
         dgate=dgate,
         scratch=scratch,
         packing=Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),

@@ -15,7 +15,7 @@ from wyfold.runtime.kernel_configs import tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.triton import gate_argument, gate_flags, gate_width, load_token_parameters
-from wyfold.tile.index.triton import TokenRows, load_token_row, store_token_row, store_tokens, strides
+from wyfold.tile.index.triton import TokenRows, load_token_row, store_token_row, store_tokens, with_strides
 from wyfold.tile.index.triton.strength import Strength
 from wyfold.tile.state.triton import slot_offsets, token_step, token_step_bwd
 
@@ -72,11 +72,11 @@ def recurrent_bwd(
     launch_kernel(
         wyfold_recurrent_bwd_triton,
         programs + (grid.cu is not None) * HV * NV,
-        inputs=Inputs(q=q, s_q=q.stride(), k=k, s_k=k.stride(), v=v, s_v=v.stride()),
+        inputs=with_strides(Inputs, q=q, k=k, v=v),
         gate=gate_argument(g, A_log, dt_bias, options),
-        strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most, erases=float(options.erases)),
+        strength=with_strides(Strength, beta=beta, most=options.beta_most, erases=float(options.erases)),
         states=States(S0=initial_state, kept=states, first_kept=first_state, scratch=scratch),
-        gradients=Gradients(do=do, s_do=do.stride(), dST=dST, dv=dv, s_dv=strides(dv), dS0=dS0),
+        gradients=with_strides(Gradients, do=do, dST=dST, dv=dv, dS0=dS0),
         partials=partials,
         p_cu=grid.cu,
         N=grid.sequences,

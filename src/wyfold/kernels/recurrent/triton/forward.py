@@ -15,7 +15,7 @@ from wyfold.runtime.kernel_configs import tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.triton import gate_argument, gate_kind, load_token_parameters
-from wyfold.tile.index.triton import TokenRows, store_token_row, store_tokens, strides
+from wyfold.tile.index.triton import TokenRows, store_token_row, store_tokens, with_strides
 from wyfold.tile.index.triton.strength import Strength
 from wyfold.tile.state.triton import slot_offsets, token_step
 
@@ -64,9 +64,9 @@ def recurrent(
     launch_kernel(
         wyfold_recurrent_triton,
         (grid.sequences + (grid.cu is not None and o is not None)) * HV * -(-V // BV),
-        inputs=Inputs(q=q, s_q=q.stride(), k=k, s_k=k.stride(), v=v, s_v=v.stride(), o=o, s_o=strides(o)),
+        inputs=with_strides(Inputs, q=q, k=k, v=v, o=o),
         gate=gate_argument(g, A_log, dt_bias, options),
-        strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most, erases=float(options.erases)),
+        strength=with_strides(Strength, beta=beta, most=options.beta_most, erases=float(options.erases)),
         # Without initial states `stored` is never read. It is passed so that the tile has the same layout.
         states=States(
             S0=stored,
@@ -76,14 +76,7 @@ def recurrent(
             kept=states,
             first_kept=first_state,
         ),
-        pool=Pool(
-            source=slots.source,
-            s_source=strides(slots.source),
-            target=target,
-            s_target=strides(target),
-            given=slots.given,
-            accepted=slots.accepted,
-        ),
+        pool=with_strides(Pool, source=slots.source, target=target, given=slots.given, accepted=slots.accepted),
         p_cu=grid.cu,
         N=grid.sequences,
         T=grid.tokens,

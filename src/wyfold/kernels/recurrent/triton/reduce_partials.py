@@ -15,7 +15,7 @@ from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.triton import NEAR, gate_argument, gate_flags, gate_width, load_raw_gate
 from wyfold.tile.decay.triton.gradient import gate_gradient_argument, log_gate_bwd, store_gate_gradient, sum_terms
-from wyfold.tile.index.triton import TokenRows, load_tokens, store_token_scalars, store_tokens, strides
+from wyfold.tile.index.triton import TokenRows, load_tokens, store_token_scalars, store_tokens, with_strides
 from wyfold.tile.index.triton.strength import Strength, strength_bwd
 from wyfold.tile.norm.triton import row_norm, row_norm_bwd
 
@@ -48,13 +48,11 @@ def reduce_partials(
     launch_kernel(
         wyfold_recurrent_gather_triton,
         tiles * H,
-        inputs=Inputs(q=q, s_q=q.stride(), k=k, s_k=k.stride()),
+        inputs=with_strides(Inputs, q=q, k=k),
         gate=gate_argument(g, A_log, dt_bias, options),
-        strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most),
+        strength=with_strides(Strength, beta=beta, most=options.beta_most),
         partials=partials,
-        outputs=Outputs(
-            dq=out.q, s_dq=strides(out.q), dk=out.k, s_dk=strides(out.k), dbeta=out.beta, s_dbeta=strides(out.beta)
-        ),
+        outputs=with_strides(Outputs, dq=out.q, dk=out.k, dbeta=out.beta),
         dgate=dgate,
         p_cu=grid.cu,
         N=grid.sequences,

@@ -32,7 +32,7 @@ from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned, with_occ
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.dot.triton import contracts, operand, precision
-from wyfold.tile.index.triton import Packing, strides
+from wyfold.tile.index.triton import Packing, with_strides
 from wyfold.tile.index.triton.descriptors import (
     all_or_none,
     has_tma,
@@ -103,24 +103,16 @@ def scan(
         x_total=x_total,
         x_E=x_E,
         x_o=x_o,
-        tokens=Tokens(
+        tokens=with_strides(
+            Tokens,
             s_q=None if channel else q.stride(),
             s_k=None if channel else k.stride(),
             s_v=v.stride(),
             W=p_W,
             F=p_F,
             o=o,
-            s_o=o.stride(),
         ),
-        states=States(
-            S0=initial_state,
-            s_S0=strides(initial_state),
-            ST=final_state,
-            s_ST=strides(final_state),
-            kept=states,
-            s_kept=strides(states),
-            first_kept=first_state,
-        ),
+        states=with_strides(States, S0=initial_state, ST=final_state, kept=states, first_kept=first_state),
         segments=segment_tables(segments, borders, selected),
         packing=Packing(cu=grid.cu, first=grid.first),
         N=0 if segments is None else segments.sequences,

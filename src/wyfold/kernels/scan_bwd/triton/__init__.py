@@ -29,7 +29,7 @@ from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned, with_occ
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.dot.triton import contracts, operand, precision, workspace
-from wyfold.tile.index.triton import Packing, strides
+from wyfold.tile.index.triton import Packing, with_strides
 from wyfold.tile.index.triton.descriptors import (
     all_or_none,
     has_tma,
@@ -114,9 +114,7 @@ def scan_bwd(
             F=p_F,
             W=p_W,
         ),
-        states=States(
-            S0=initial_state, s_S0=strides(initial_state), dST=dST, s_dST=strides(dST), dS0=dS0, s_dS0=strides(dS0)
-        ),
+        states=with_strides(States, S0=initial_state, dST=dST, dS0=dS0),
         segments=segment_tables(segments, entering, leaving),
         packing=Packing(cu=grid.cu, first=grid.first),
         N=grid.sequences if segments is None else segments.sequences,

@@ -28,7 +28,7 @@ from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.dot.triton import contracts, operand, precision
-from wyfold.tile.index.triton import Packing, strides
+from wyfold.tile.index.triton import Packing, with_strides
 from wyfold.tile.index.triton.descriptors import (
     all_or_none,
     has_tma,
@@ -83,7 +83,7 @@ def segment_summary(
         x_E=x_E,
         p_rows=prepared.rows if horizon else None,
         tokens=Tokens(s_k=None if channel else k.stride(), s_v=v.stride(), W=W),
-        maps=Maps(S0=initial_state, s_S0=strides(initial_state), H=H, s_H=strides(H), M=M, s_M=strides(M)),
+        maps=with_strides(Maps, S0=initial_state, H=H, M=M),
         segments=SegmentIndex(sequence=segments.sequence, first=segments.first, leading=segments.leading),
         packing=Packing(cu=grid.cu, first=grid.first),
         N=segments.sequences,
@@ -166,7 +166,7 @@ def segment_summary_bwd(
         tokens=ReverseTokens(
             s_q=None if channel else q.stride(), s_k=None if channel else k.stride(), s_do=do.stride(), F=F, W=W
         ),
-        gradients=Gradients(dST=dST, s_dST=strides(dST), c=c, s_c=strides(c)),
+        gradients=with_strides(Gradients, dST=dST, c=c),
         segments=SegmentIndex(sequence=segments.sequence, first=segments.first, leading=segments.leading),
         packing=Packing(cu=grid.cu, first=grid.first),
         N=segments.sequences,

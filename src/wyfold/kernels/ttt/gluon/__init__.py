@@ -43,7 +43,7 @@ from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.index.gluon import gluon_descriptors
-from wyfold.tile.index.triton import Packing, strides
+from wyfold.tile.index.triton import Packing, with_strides
 from wyfold.tile.index.triton.descriptors import TmaDescriptor, token_descriptor
 
 # The backward is that of the Triton module. Its kernels are exported because `kernel_configs.compiled` looks them up
@@ -96,27 +96,9 @@ def ttt(
         x_q=x_q,
         x_k=x_k,
         x_v=x_v,
-        tokens=Inputs(
-            w=x.w,
-            s_w=x.w.stride(),
-            u=x.u,
-            s_u=x.u.stride(),
-            eta=x.eta,
-            s_eta=x.eta.stride(),
-            col=x.col,
-            s_col=strides(x.col),
-        ),
+        tokens=with_strides(Inputs, w=x.w, u=x.u, eta=x.eta, col=x.col),
         heads=Heads(h_q=x_q.base.stride(2), h_k=x_k.base.stride(2), h_v=x_v.base.stride(2)),
-        states=States(
-            S0=entering.S,
-            s_S0=strides(entering.S),
-            c0=entering.c,
-            s_c0=strides(entering.c),
-            ST=leaving.S,
-            s_ST=strides(leaving.S),
-            cT=leaving.c,
-            s_cT=strides(leaving.c),
-        ),
+        states=with_strides(States, S0=entering.S, c0=entering.c, ST=leaving.S, cT=leaving.c),
         results=Results(o=o, N=N, X=X, S=S, c=c, rows=rows),
         packing=Packing(cu=grid.cu, first=grid.first),
         N=grid.sequences,

@@ -32,7 +32,7 @@ from wyfold.tile.index.triton import (
     store_tile,
     store_token_scalars,
     store_tokens,
-    strides,
+    with_strides,
 )
 from wyfold.tile.inner.triton import InnerStep, inner_gradient_bwd
 
@@ -54,23 +54,8 @@ def backward_scan(
     launch_kernel(
         wyfold_ttt_bwd_triton,
         grid.sequences * HV,
-        inputs=Inputs(
-            q=x.q,
-            s_q=x.q.stride(),
-            k=x.k,
-            s_k=x.k.stride(),
-            v=x.v,
-            s_v=x.v.stride(),
-            w=x.w,
-            s_w=x.w.stride(),
-            u=x.u,
-            s_u=x.u.stride(),
-            eta=x.eta,
-            s_eta=x.eta.stride(),
-            col=x.col,
-            s_col=strides(x.col),
-        ),
-        borders=Borders(X=borders.X, rows=borders.rows, s_rows=strides(borders.rows)),
+        inputs=with_strides(Inputs, q=x.q, k=x.k, v=x.v, w=x.w, u=x.u, eta=x.eta, col=x.col),
+        borders=with_strides(Borders, X=borders.X, rows=borders.rows),
         scratch=Scratch(
             dO=scratch.dO,
             dN=scratch.dN,
@@ -82,17 +67,8 @@ def backward_scan(
             dc=scratch.dc,
             partials=scratch.step_partials,
         ),
-        gradients=ScanGradients(
-            dcol=dcol,
-            s_dcol=strides(dcol),
-            dST=dleaving.S,
-            s_dST=strides(dleaving.S),
-            dcT=dleaving.c,
-            s_dcT=strides(dleaving.c),
-            dS0=dentering.S,
-            s_dS0=strides(dentering.S),
-            dc0=dentering.c,
-            s_dc0=strides(dentering.c),
+        gradients=with_strides(
+            ScanGradients, dcol=dcol, dST=dleaving.S, dcT=dleaving.c, dS0=dentering.S, dc0=dentering.c
         ),
         packing=Packing(cu=grid.cu, first=grid.first),
         N=grid.sequences,

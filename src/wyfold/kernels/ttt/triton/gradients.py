@@ -25,7 +25,7 @@ from wyfold.tile.index.triton import (
     load_tokens,
     store_token_scalars,
     store_tokens,
-    strides,
+    with_strides,
 )
 from wyfold.tile.inner.triton import read_steps
 
@@ -52,7 +52,7 @@ def token_gradients(
     launch_kernel(
         wyfold_ttt_gradients_triton,
         grid.chunks * HV,
-        inputs=Inputs(q=x.q, s_q=x.q.stride(), k=x.k, s_k=x.k.stride(), eta=x.eta, s_eta=x.eta.stride()),
+        inputs=with_strides(Inputs, q=x.q, k=x.k, eta=x.eta),
         borders=Borders(N=borders.N, S=borders.S),
         scratch=Scratch(
             dO=scratch.dO,
@@ -63,20 +63,7 @@ def token_gradients(
             s_row=scratch.step.stride(),
             dS=scratch.dS,
         ),
-        gradients=Gradients(
-            do=do,
-            s_do=strides(do),
-            dq=dq,
-            s_dq=dq.stride(),
-            dk=dk,
-            s_dk=dk.stride(),
-            dv=dv,
-            s_dv=strides(dv),
-            deta=found.eta,
-            s_deta=found.eta.stride(),
-            dcol=found.col,
-            s_dcol=strides(found.col),
-        ),
+        gradients=with_strides(Gradients, do=do, dq=dq, dk=dk, dv=dv, deta=found.eta, dcol=found.col),
         packing=Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),
         N=grid.sequences,
         T=grid.tokens,

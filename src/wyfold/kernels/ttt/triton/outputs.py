@@ -15,7 +15,7 @@ from wyfold.kernels.ttt_records import SegmentBorders, TTTInputs
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.dot.triton import mm
-from wyfold.tile.index.triton import Packing, TokenRows, chunk_span, load_tile, load_tokens, store_tokens
+from wyfold.tile.index.triton import Packing, TokenRows, chunk_span, load_tile, load_tokens, store_tokens, with_strides
 from wyfold.tile.inner.triton import read_steps, residual_norm
 
 
@@ -27,20 +27,9 @@ def outputs(
     launch_kernel(
         wyfold_ttt_outputs_triton,
         grid.chunks * x.v.shape[2],
-        inputs=Inputs(
-            q=x.q,
-            s_q=x.q.stride(),
-            k=x.k,
-            s_k=x.k.stride(),
-            w=x.w,
-            s_w=x.w.stride(),
-            u=x.u,
-            s_u=x.u.stride(),
-            eta=x.eta,
-            s_eta=x.eta.stride(),
-        ),
-        borders=Borders(N=borders.N, s_N=borders.N.stride(), S=borders.S, c=borders.c),
-        output=Output(o=o, s_o=o.stride()),
+        inputs=with_strides(Inputs, q=x.q, k=x.k, w=x.w, u=x.u, eta=x.eta),
+        borders=with_strides(Borders, N=borders.N, S=borders.S, c=borders.c),
+        output=with_strides(Output, o=o),
         packing=Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),
         N=grid.sequences,
         T=grid.tokens,

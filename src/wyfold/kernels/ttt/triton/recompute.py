@@ -23,7 +23,7 @@ from wyfold.kernels.ttt_records import SegmentBorders, TTTInputs
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.tile.dot.triton import mm
-from wyfold.tile.index.triton import Packing, TokenRows, chunk_span, load_tile, load_tokens, store_tokens
+from wyfold.tile.index.triton import Packing, TokenRows, chunk_span, load_tile, load_tokens, store_tokens, with_strides
 from wyfold.tile.inner.triton import read_steps, residual_norm, residual_norm_bwd
 
 
@@ -55,20 +55,9 @@ def recompute(
     launch_kernel(
         wyfold_ttt_replay_triton,
         tiles,
-        inputs=Inputs(
-            q=x.q,
-            s_q=x.q.stride(),
-            k=x.k,
-            s_k=x.k.stride(),
-            w=x.w,
-            s_w=x.w.stride(),
-            u=x.u,
-            s_u=x.u.stride(),
-            eta=x.eta,
-            s_eta=x.eta.stride(),
-        ),
+        inputs=with_strides(Inputs, q=x.q, k=x.k, w=x.w, u=x.u, eta=x.eta),
         borders=Borders(N=borders.N, S=borders.S, c=borders.c),
-        output=OutputGradient(do=do, s_do=do.stride()),
+        output=with_strides(OutputGradient, do=do),
         scratch=Scratch(
             dO=scratch.dO, dN=scratch.dN, s_tile=scratch.dO.stride(), dc=scratch.dc, partials=scratch.read_partials
         ),

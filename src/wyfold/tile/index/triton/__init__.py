@@ -10,16 +10,25 @@ next sequence. Arguments named `x_` are pointers or descriptors; USE_TMA selects
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+Record = TypeVar("Record", bound=tuple[Any, ...])
+
 
 def strides(x: Tensor | None) -> tuple[int, ...] | None:
     """Strides of a tensor as a kernel argument; None stays None."""
     return None if x is None else x.stride()
+
+
+def with_strides(record: type[Record], **fields: Any) -> Record:
+    """A record of kernel arguments from its fields, where s_x is the strides of x unless it is given."""
+    names = record._fields  # type: ignore[attr-defined]
+    found = {s: strides(x) for name, x in fields.items() if (s := f"s_{name}") in names and s not in fields}
+    return record(**fields, **found)
 
 
 class Packing(NamedTuple):

@@ -14,7 +14,7 @@ from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.triton import FLOOR, Gate, gate_kind
 from wyfold.tile.index.gluon import ELEMENTS, gluon_descriptors
-from wyfold.tile.index.triton import Packing, strides
+from wyfold.tile.index.triton import Packing, strides, with_strides
 from wyfold.tile.index.triton.descriptors import (
     TmaDescriptor,
     all_or_none,
@@ -77,19 +77,13 @@ def prepare(
         x_E=x_E,
         x_F=x_F,
         x_W=x_W,
-        tokens=Tokens(
-            s_q=q.stride(),
-            s_k=k.stride(),
-            o=o,
-            s_o=o.stride(),
-            rows=found.rows,
-            total=found.total,
-            norms=found.norms,
+        tokens=with_strides(
+            Tokens, s_q=q.stride(), s_k=k.stride(), o=o, rows=found.rows, total=found.total, norms=found.norms
         ),
         gate=Gate(
             s_g=strides(g), A_log=A_log, dt_bias=dt_bias, lower_bound=options.lower_bound, clamp=options.clamp or FLOOR
         ),
-        strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most, erases=float(options.erases)),
+        strength=with_strides(Strength, beta=beta, most=options.beta_most, erases=float(options.erases)),
         packing=Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),
         N=grid.sequences,
         tiles=tiles,

@@ -14,7 +14,7 @@ from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.triton import gate_argument, gate_flags, gate_kind
 from wyfold.tile.index.gluon import gluon_descriptors
-from wyfold.tile.index.triton import Packing, strides
+from wyfold.tile.index.triton import Packing, with_strides
 from wyfold.tile.index.triton.descriptors import all_or_none, require_descriptors, token_descriptor, upper_descriptor
 from wyfold.tile.index.triton.strength import Strength
 
@@ -64,9 +64,9 @@ def prepare(
         x_F=x_F,
         x_W=x_W,
         x_FB=x_FB,
-        tokens=Tokens(s_q=q.stride(), s_k=k.stride(), o=o, s_o=o.stride()),
+        tokens=with_strides(Tokens, s_q=q.stride(), s_k=k.stride(), o=o),
         gate=gate_argument(g, A_log, dt_bias, options),
-        strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most, erases=float(options.erases)),
+        strength=with_strides(Strength, beta=beta, most=options.beta_most, erases=float(options.erases)),
         factors=RowFactors(rows=found.rows, rows_bwd=found.rows_bwd, total=found.total),
         packing=Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),
         N=grid.sequences,
