@@ -25,12 +25,21 @@ NAMES = ("wyfold_gradients_triton", *GLUON)
 
 
 def kernels_of(
-    op=wyfold.chunk_gated_delta_rule, T=70, H=2, HV=2, K=128, dtype=torch.bfloat16, stride=1, wrt="qkv", **options
+    op=wyfold.chunk_gated_delta_rule,
+    T=70,
+    H=2,
+    HV=2,
+    K=128,
+    V=128,
+    dtype=torch.bfloat16,
+    stride=1,
+    wrt="qkv",
+    **options,
 ):
     """Kernels of `gradients` that a call would launch on sm_90."""
     found = []
     q, k = (torch.zeros(2, T * stride, H, K, dtype=dtype)[:, ::stride].requires_grad_() for _ in range(2))
-    v, beta = torch.zeros(2, T, HV, 128, dtype=dtype).requires_grad_(), torch.ones(2, T, HV)
+    v, beta = torch.zeros(2, T, HV, V, dtype=dtype).requires_grad_(), torch.ones(2, T, HV)
     g = {wyfold.chunk_delta_rule: (), wyfold.chunk_kda: (torch.zeros(2, T, HV, K),)}.get(op, (torch.zeros(2, T, HV),))
     if "cu_seqlens" in options:
         q, k, v, beta, *g = (x[:1] for x in (q, k, v, beta, *g))
@@ -60,6 +69,9 @@ def title(call: dict) -> str:
         {"HV": 4},
         {"HV": 6, "use_qk_l2norm_in_kernel": True},
         {"H": 1, "HV": 4, "cu_seqlens": torch.tensor([0, 30, 70])},
+        {"K": 96, "V": 192},
+        {"V": 512},
+        {"op": wyfold.chunk_delta_rule, "K": 100, "V": 130},
     ],
     ids=title,
 )
@@ -80,6 +92,7 @@ def test_served_in_gluon(call: dict):
         {"HV": 4},
         {"HV": 6, "use_qk_l2norm_in_kernel": True},
         {"H": 1, "HV": 4, "cu_seqlens": torch.tensor([0, 30, 70])},
+        {"V": 256},
     ],
     ids=title,
 )
@@ -97,6 +110,9 @@ KDA = {"op": wyfold.chunk_kda}
         {"dtype": torch.float16},
         {"chunk_size": 32},
         {"K": 64, "HV": 4},
+        {"K": 64, "V": 256},
+        {"K": 256, "V": 256},
+        {**KDA, "K": 96, "V": 192, "chunk_size": 32},
         {**KDA, "chunk_size": 32},
     ],
     ids=title,

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 import wyfold
 from wyfold import reference
 from wyfold.autograd.delta_records import DeltaTensors
+from wyfold.ops import delta_plan
 from wyfold.ops.delta_widths import fitted
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
@@ -106,6 +107,23 @@ def test_a_wide_value_head_has_the_bits_of_its_halves(rule: str, device, backend
         b = a | {"v": a["v"][..., half], "initial_state": a["initial_state"][..., half]}
         half_o, half_state = op(**b, **options)
         assert torch.equal(o[..., half], half_o) and torch.equal(state[..., half], half_state)
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+def test_heads_computed_as_narrower_ones(rule: str, v_first: bool, results, float64_bounds, monkeypatch):
+    """K 12 and V 40 as heads of 16: outputs, states and every gradient, packed, with grouped heads."""
+    monkeypatch.setattr(delta_plan, "best_head_width", lambda *_: 16)
+    gate = {"gate": None if rule == "delta_rule" else "model", "beta": "logits", "state": "normal"}
+    a = inputs.draw("random", rule, Shape(1, 43, 1, 2, 12, 40), sequences=4, dtype=torch.float64, **gate)
+    options = {"cu_seqlens": BOUNDARIES, "use_qk_l2norm_in_kernel": True, "output_final_state": True}
+    if v_first:
+        a, options = a | {"initial_state": a["initial_state"].mT}, options | {"state_v_first": True}
+    truth = results(getattr(reference, rule), a, **options)
+    found = results(operator("chunk", rule), a, **options)
+    for name, x in truth.items():
+        (float64_bounds.gradient if name.startswith("d") else float64_bounds.output)(name, found[name], x)
+    q, v = torch.zeros(1, 5, 1, 12), torch.zeros(1, 5, 1, 40)
+    assert "K 12 as 16, V 40 as 3 x 16" in str(wyfold.explain(wyfold.chunk_delta_rule, q, q, v))
 
 
 def test_only_what_lacks_its_width_is_copied():

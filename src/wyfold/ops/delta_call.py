@@ -55,7 +55,7 @@ def delta_arguments(
 def _run(options: DeltaOptions, t: DeltaTensors, flags: DeltaFlags) -> Results:
     if t.cu_seqlens is not None and t.cu_seqlens_cpu is not None:
         check_copy(options.operator, t.q, t.cu_seqlens, t.cu_seqlens_cpu)
-    t, widths = fitted(t, options.rule, v_first=options.state_v_first)
+    t, widths = fitted(t, options.rule, v_first=options.state_v_first, head_width=options.head_width)
     q, k, v = in_autocast_dtype(*t[:3])
     columns = (t.a, t.b, t.w) if options.rule == "delta" else cast_columns((t.a, t.b, t.w), options.rule)
     return _results(options, widths, *apply(options.operator, Delta, q, k, v, *t[3:10], *columns, options))
@@ -73,7 +73,7 @@ def run_across_ranks(t: DeltaTensors, flags: DeltaFlags, context: ContextParalle
         options = plan() if known is None else known.plan_by(plan)
     if ranked.compares:
         ranked.assert_same(_alike_on_ranks(t, options))
-    t, widths = fitted(t, flags.rule, v_first=options.state_v_first)
+    t, widths = fitted(t, flags.rule, v_first=options.state_v_first, head_width=options.head_width)
     q, k, v = in_autocast_dtype(*t[:3])
     tensors = DeltaTensors(q, k, v, *t[3:10], *cast_columns((t.a, t.b, t.w), flags.rule))
     return _results(options, widths, *delta_across_ranks(tensors, options, context))

@@ -35,6 +35,9 @@ from wyfold.runtime.torch_ops import constant_to_compilers, in_autocast_dtype
 Stages = tuple[tuple[str, ...], tuple[str, ...]]
 """Names of the launches of a forward and of its backward."""
 
+HEAD = 128
+"""Width of the heads of the Gluon kernels."""
+
 SEGMENT_STAGES = ("segment_summary", "segment_fold")
 """Stages between those of a call, where long sequences are cut into segments."""
 
@@ -42,13 +45,14 @@ SEGMENT_STAGES = ("segment_summary", "segment_fold")
 def make_plan(t: DeltaTensors, flags: DeltaFlags, context: ContextParallel | None = None) -> DeltaOptions:
     """Check a call over whole sequences and return its options. context: cp_context."""
     checked = check_call(t, flags, context)
-    t, widths = fitted(t, flags.rule, v_first=flags.state_v_first)
+    head_width = best_head_width(t, flags)
+    t, widths = fitted(t, flags.rule, v_first=flags.state_v_first, head_width=head_width)
     if widths is not None:
         checked = checked._replace(sizes=checked.sizes | {"HV": t.v.shape[2], "K": widths.key, "V": widths.value})
     if autocast_dtype(t.q.device.type) is not None:
         q, k, v = in_autocast_dtype(*t[:3])
         t = t._replace(q=q, k=k, v=v, **dict(zip("abw", cast_columns((t.a, t.b, t.w), flags.rule), strict=True)))
-    options = _options(t, flags, checked)
+    options = _options(t, flags, checked)._replace(head_width=head_width)
     sizes, on_kernels = checked.sizes, not runs_eagerly(t.q, flags.backend)
     crossing = context if on_kernels and context is not None and _crosses_ranks(context, flags, sizes) else None
     stages = _stages(options, on_kernels=on_kernels, crosses=crossing is not None)
@@ -358,6 +362,33 @@ def _has_channel_gradient_kernel(device: torch.device, dtype: torch.dtype, width
         return False
     key = LaunchKey.parse(f"{kernel_configs.dtype_word(dtype)} {widths}")
     return kernel_configs.dispatched(triton_support.architecture(device), "gradients", key)
+
+
+def best_head_width(t: DeltaTensors, flags: DeltaFlags) -> int:
+    """Width of the heads as which a call's are computed, as in `DeltaOptions`: that of the Gluon kernels or 0.
+
+    Triton's tiles are powers of two, so keys of 65 to 128 channels and wider values cost what padded heads of 128 do.
+    Measured in docs/log/operators.md. Keys of a channel gate are not padded: the gate would be padded too, in float32,
+    which costs the forward more than it gains.
+    """
+    K, V = t.q.shape[-1], t.v.shape[-1]
+    widest_keys = K == HEAD if flags.channel else HEAD // 2 < K <= HEAD
+    if not widest_keys or V <= HEAD or flags.rule != "delta" or not flags.erases or flags.recurrent:
+        return 0
+    if flags.chunk_size not in (None, 64) or runs_eagerly(t.q, flags.backend):
+        return 0
+    dtype = autocast_dtype(t.q.device.type) or t.q.dtype
+    gate = "none" if t.g is None else "channel" if flags.channel else "scalar"
+    return HEAD if _gradients_in_gluon(t.q.device, dtype, f"K{HEAD} V{HEAD} C64 {gate}") else 0
+
+
+@constant_to_compilers
+def _gradients_in_gluon(device: torch.device, dtype: torch.dtype, widths: str) -> bool:
+    """Whether the gradients of such heads are computed by a Gluon kernel."""
+    if dtype not in table.FLOATS:
+        return False
+    key = LaunchKey.parse(f"{kernel_configs.dtype_word(dtype)} {widths}")
+    return table.selected_backend("gradients", "triton", key, device) == "gluon"
 
 
 def _cut_of(t: DeltaTensors, flags: DeltaFlags, checked: CheckedDelta, chunk_size: int) -> Cut:

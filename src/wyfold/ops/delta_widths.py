@@ -3,6 +3,9 @@
 Zeros appended to the rows of q and k change neither their products nor their norms, and the rows of the state that
 belong to them stay zero. The columns of a state do not depend on each other, so a wide value head is computed as
 several narrow ones that read the same key head. Autograd cuts and adds the gradients.
+
+The fastest kernels have heads of 128. A wider value head is computed as several of those, where that is faster
+(`best_head_width` in `wyfold.ops.delta_plan`).
 """
 
 from __future__ import annotations
@@ -44,18 +47,22 @@ class Widths(NamedTuple):
         return ", ".join(keys + values)
 
 
-def fitted(t: DeltaTensors, rule: str, *, v_first: bool) -> tuple[DeltaTensors, Widths | None]:
+def fitted(t: DeltaTensors, rule: str, *, v_first: bool, head_width: int = 0) -> tuple[DeltaTensors, Widths | None]:
     """Tensors of a checked call with the kernels' widths and heads, and both widths; None if kernels have the caller's.
 
     Args:
         rule: As of `DeltaFlags`; with "keys", b and w have value heads.
         v_first: States are [V, K].
+        head_width: As of `DeltaOptions`.
     """
     K, V = t.q.shape[-1], t.v.shape[-1]
-    if K % MULTIPLE == 0 and V % MULTIPLE == 0 and V <= WIDEST:
+    if head_width:
+        widths = Widths(K, V, head_width, head_width, -(-V // head_width))
+    elif K % MULTIPLE == 0 and V % MULTIPLE == 0 and V <= WIDEST:
         return t, None
-    parts = -(-V // WIDEST)
-    widths = Widths(K, V, _rounded(K), _rounded(-(-V // parts)), parts)
+    else:
+        parts = -(-V // WIDEST)
+        widths = Widths(K, V, _rounded(K), _rounded(-(-V // parts)), parts)
     channel, keys = t.g is not None and t.g.ndim == 4, widths.key - widths.K
     g = _padded(t.g, keys) if t.g is not None and channel else t.g
     dt_bias = t.dt_bias

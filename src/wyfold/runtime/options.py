@@ -36,6 +36,7 @@ class DeltaOptions(NamedTuple):
         backend: The plan's backend.
         segment_chunks, segments: `Cut` of long sequences.
         unit: `gradient_unit` of the call.
+        head_width: Width K and V of the heads that the call's are computed as; 0 for widths nearest to the call's.
         rule: "delta", or how a diagonal-plus-low-rank rule makes its rows and columns (`tile.columns`): "given",
             "rates", "keys", "feedback".
         erases: Whether a write of the rule "delta" first erases what its key reads. False: GLA.
@@ -61,6 +62,7 @@ class DeltaOptions(NamedTuple):
     segment_chunks: int = 0
     segments: int = 1
     unit: float = 1.0
+    head_width: int = 0
     rule: str = "delta"
     erases: bool = True
 
@@ -92,5 +94,5 @@ DELTA_SCHEMA = (
     "str operator, bool recurrent, float scale, bool qk_l2norm, str activation, float lower_bound, float clamp, "
     "bool beta_logit, float beta_most, bool state_v_first, ScalarType state_dtype, bool final_state, "
     "int chunk_size, int checkpoint_every, bool save, bool keep_factors, str backend, "
-    "int segment_chunks, int segments, float unit, str rule, bool erases"
+    "int segment_chunks, int segments, float unit, int head_width, str rule, bool erases"
 )
