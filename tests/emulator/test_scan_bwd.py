@@ -18,7 +18,7 @@ CONFIGS = [
     ({"BV": 128, "PARTS": 2, "OUT": 1}, 2),
     ({"BV": 64, "PARTS": 1, "OUT": 1}, 3),
 ]
-FORMS = [("scalar", False), ("scalar", True), ("channel", True)]
+FORMS = [("scalar", False), ("scalar", True), ("channel", True), ("channel", True, False), ("scalar", False, False)]
 SHAPES = [
     {"B": 2, "T": 200},
     {"T": 530, "cu": PACKED, "H": 2},
@@ -89,7 +89,7 @@ def judge(machine: Machine, config: tuple[dict[str, int], int], call: Call) -> N
     with machine.installed(gluon, Config(blocks["BV"] // 16 // blocks["PARTS"], stages, blocks)):
         gluon.scan_bwd(
             call.q, call.k, call.v, call.prepared, call.S0, call.do, call.dST, call.grid,
-            options(scale=SCALE), LaunchKey(), dS0, found,
+            options(scale=SCALE, erases=call.erases), LaunchKey(), dS0, found,
         )  # fmt: skip
     results = {name: x for name, x in found._asdict().items() if name != "norms"}  # from `prepare`
     pairs = {name: (x[written], want[name][written].to(x.dtype)) for name, x in results.items()}
