@@ -219,11 +219,20 @@ def erased_columns(
 
 
 @triton.jit
+def raw_columns(rows, at, heads, column, RULE: tl.constexpr, SIZES: tl.constexpr, BK: tl.constexpr):
+    """`erased_columns` as a tile, without norms and write strengths."""
+    if RULE != "given":
+        return load_rows(rows.k, rows.s_k, at, heads.k, column, 0, SIZES.K, SIZES.BT, BK, 0)
+    else:
+        return load_rows(rows.b, rows.s_b, at, heads.b, column, 0, SIZES.K, SIZES.BT, BK, 0)
+
+
+@triton.jit
 def keys_bwd(rows, at, heads, factors, column, opaque_zero, b_da, b_dc, SIZES: tl.constexpr, BR: tl.constexpr):
     """Adjoint of the rules "keys" and "feedback", `eager.columns_bwd`, for some channels.
 
     Args:
-        b_da, b_dc: [BT / BR, BR, BK] gradients of the erasing rows and of the columns.
+        b_da, b_dc: Gradients of the erasing rows and of the columns, in the shape of `load_rows`.
 
     Returns:
         Gradients of the normalised k and a and of b, zeros where the rule has none, and beta's terms, in that shape.
@@ -231,17 +240,14 @@ def keys_bwd(rows, at, heads, factors, column, opaque_zero, b_da, b_dc, SIZES: t
     K: tl.constexpr = SIZES.K
     BT: tl.constexpr = SIZES.BT
     BK: tl.constexpr = SIZES.BK
-    NB: tl.constexpr = BT // BR
-    b_k = load_rows(rows.k, rows.s_k, at, heads.k, column, opaque_zero, K, BT, BK, BR)
-    b_k *= factors.k.reshape(NB, BR, 1)
+    b_k = scale_rows(load_rows(rows.k, rows.s_k, at, heads.k, column, opaque_zero, K, BT, BK, BR), factors.k)
     b_dp, b_db, b_p = -b_da, tl.zeros_like(b_da), b_k
     if rows.a is not None:
-        b_p = load_rows(rows.a, rows.s_a, at, heads.k, column, opaque_zero, K, BT, BK, BR)
-        b_p *= factors.a.reshape(NB, BR, 1)
+        b_p = scale_rows(load_rows(rows.a, rows.s_a, at, heads.k, column, opaque_zero, K, BT, BK, BR), factors.a)
     if rows.b is not None:
         b_db = b_dp * b_p
         b_dp *= load_rows(rows.b, rows.s_b, at, heads.b, column, opaque_zero, K, BT, BK, BR)
-    b_dk = b_dc * factors.beta.reshape(NB, BR, 1)
+    b_dk = scale_rows(b_dc, factors.beta)
     if rows.a is None:
         b_dk += b_dp
     return b_dk, b_dp, b_db, b_dc * b_k

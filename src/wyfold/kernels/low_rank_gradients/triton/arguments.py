@@ -43,7 +43,8 @@ class Flags(NamedTuple):
         RULE: How rows and columns are made; see `tile.columns`.
         ACTIVATION, CLAMPED: The gate's activation, and whether a clamp is requested.
         NORM: Whether q, k and a are normalised.
-        OP, PRECISION: Dtype and precision of products.
+        GATE: "channel", or of the kernel of `token_gate`: "scalar", "none".
+        OP, PRECISION, EXACT: Dtype and precision of products.
     """
 
     PACKED: bool
@@ -51,5 +52,7 @@ class Flags(NamedTuple):
     ACTIVATION: str
     CLAMPED: bool
     NORM: bool
+    GATE: str
     OP: Any
     PRECISION: Any
+    EXACT: str

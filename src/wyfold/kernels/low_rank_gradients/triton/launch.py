@@ -13,15 +13,16 @@ from torch import Tensor
 
 from wyfold.kernels.low_rank_gradients.triton.arguments import Flags, Outputs, Sizes
 from wyfold.kernels.low_rank_gradients.triton.kernel import wyfold_low_rank_gradients_triton
+from wyfold.kernels.low_rank_gradients.triton.token_gate import wyfold_low_rank_gradients_token_gate_triton
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.columns.triton import RuleRows, Values
-from wyfold.tile.decay.triton import NEAR, Gate
+from wyfold.tile.decay.triton import NEAR, Gate, gate_kind
 from wyfold.tile.decay.triton.gradient import channel_gradient, gate_gradient_argument, sum_channels, sum_terms
-from wyfold.tile.dot.triton import contracts, operand, precision, right_operand
+from wyfold.tile.dot.triton import contracts, exact, operand, precision, right_operand
 from wyfold.tile.index.triton import Packing, strides
 from wyfold.tile.index.triton.strength import Strength
 from wyfold.tile.norm.eager import l2norm, l2norm_bwd
@@ -53,46 +54,56 @@ def gradients(
             requested.
     """
     q, (B, T, HV, V), K, C = rows.q, do.shape, rows.q.shape[3], grid.chunk_size
+    kind = gate_kind(gate.g)
+    if kind != "channel":
+        key = key._replace(gate=kind)
     config = tuned("low_rank_gradients.triton", key, q.device)
     BK, BV = (right_operand(tile_width(W), config.blocks[name], q.dtype) for name, W in (("BK", K), ("BV", V)))
     slices = -(-K // BK)
     outputs = _outputs(out, torch.Size((B, T, HV, K)), slices, norm=options.qk_l2norm)
-    dgate = gate_gradient_argument(
-        channel_gradient(out.g, q), out.A_log, out.dt_bias, (grid.chunks, HV, slices), gates=K
-    )
-    launch_kernel(
-        wyfold_low_rank_gradients_triton,
-        grid.chunks * HV * slices,
-        tokens=rows,
-        values=Values(v=tokens.v, s_v=tokens.v.stride(), w=tokens.w, s_w=strides(tokens.w)),
-        do=do,
-        s_do=do.stride(),
-        borders=borders,
-        gate=gate,
-        strength=strength,
-        outputs=outputs,
-        dgate=dgate,
-        packing=Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),
-        scale=options.scale,
-        unit=options.unit,
-        N=grid.sequences,
-        T=T,
-        per_sequence=grid.per_sequence,
-        SIZES=Sizes(H=q.shape[2], HV=HV, HB=HV if rows.b is None else rows.b.shape[2], K=K, V=V, BT=C, BK=BK, BV=BV),
-        FLAGS=Flags(
+    shared = {
+        "tokens": rows,
+        "values": Values(v=tokens.v, s_v=tokens.v.stride(), w=tokens.w, s_w=strides(tokens.w)),
+        "do": do,
+        "s_do": do.stride(),
+        "borders": borders,
+        "gate": gate,
+        "strength": strength,
+        "outputs": outputs,
+        "packing": Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),
+        "scale": options.scale,
+        "unit": options.unit,
+        "N": grid.sequences,
+        "T": T,
+        "per_sequence": grid.per_sequence,
+        "SIZES": Sizes(H=q.shape[2], HV=HV, HB=HV if rows.b is None else rows.b.shape[2], K=K, V=V, BT=C, BK=BK, BV=BV),
+        "FLAGS": Flags(
             PACKED=grid.cu is not None,
             RULE=options.rule,
             ACTIVATION=options.activation,
             CLAMPED=options.clamp != 0,
             NORM=options.qk_l2norm,
+            GATE=kind,
             OP=operand(q.dtype),
             PRECISION=precision(q.dtype),
+            EXACT=exact(q.dtype),
         ),
-        # One warp per sub-chunk.
-        **{**config.options(contract=contracts(q.dtype)), "num_warps": C // NEAR.value},
-    )
-    sum_channels(dgate.g, out.g)
-    sum_terms(dgate, out.A_log, out.dt_bias)
+    }
+    programs, launch = grid.chunks * HV * slices, {**config.options(contract=contracts(q.dtype))}
+    if kind == "channel":
+        dx, terms = channel_gradient(out.g, q), (grid.chunks, HV, slices)
+        dgate = gate_gradient_argument(dx, out.A_log, out.dt_bias, terms, gates=K)
+        launch["num_warps"] = C // NEAR.value  # one warp per sub-chunk
+        launch_kernel(wyfold_low_rank_gradients_triton, programs, dgate=dgate, **shared, **launch)
+        sum_channels(dgate.g, out.g)
+        sum_terms(dgate, out.A_log, out.dt_bias)
+    else:
+        dg = None if out.g is None else out.g.new_empty(slices, B, T, HV, dtype=torch.float32)
+        launch_kernel(
+            wyfold_low_rank_gradients_token_gate_triton, programs, dg=dg, s_dg=strides(dg), **shared, **launch
+        )
+        if dg is not None and out.g is not None:
+            out.g.copy_(dg.sum(0))
     _unload(outputs, tokens, grid, out, norm=options.qk_l2norm)
 
 

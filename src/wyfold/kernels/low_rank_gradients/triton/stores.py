@@ -81,8 +81,39 @@ def store(
 
 
 @triton.jit
+def store_token_tiles(
+    b_da, b_dq, b_db, b_dk, tokens, norms, outputs, at, i_hv, heads, i_k, SIZES: tl.constexpr, FLAGS: tl.constexpr
+):
+    """Store the gradients of erasing rows, queries and columns, tiles [BT, BK]. b_dk: If there are two columns."""
+    K: tl.constexpr = SIZES.K
+    BT: tl.constexpr = SIZES.BT
+    column = i_k * SIZES.BK
+    if FLAGS.RULE != "given":
+        b_dk, b_da, b_db, b_beta = keys_bwd(tokens, at, heads, norms, column, 0, b_da, b_db, SIZES, 0)
+        if outputs.beta is not None:
+            p_beta = outputs.beta + i_k * outputs.s_slice
+            store_token_scalars(p_beta, outputs.s_beta, at, i_hv, tl.sum(b_beta, axis=1), BT)
+    if outputs.q is not None:
+        store_tokens(outputs.q, outputs.s_q, at, i_hv, column, b_dq, K)
+    if outputs.k is not None:
+        store_tokens(outputs.k, outputs.s_k, at, i_hv, column, b_dk, K)
+    if outputs.a is not None:
+        store_tokens(outputs.a, outputs.s_a, at, i_hv, column, b_da, K)
+    if outputs.b is not None:
+        store_tokens(outputs.b, outputs.s_b, at, i_hv, column, b_db, K)
+
+
+@triton.jit
 def clear(outputs, dgate, i_tile, at, h, i_k, opaque_zero, SIZES: tl.constexpr):
-    """Zero the gradients of tokens past the last boundary, for some channels."""
+    """Zero the gradients of tokens past the last boundary, for some channels, with that of a gate per channel."""
+    clear_tokens(outputs, at, h, i_k, SIZES)
+    b_none = tl.zeros((SIZES.BT // NEAR, NEAR, SIZES.BK), tl.float32)
+    store_gate_gradient(dgate, i_tile, at, h, i_k * SIZES.BK, b_none, b_none, opaque_zero, "channel", SIZES.K)
+
+
+@triton.jit
+def clear_tokens(outputs, at, h, i_k, SIZES: tl.constexpr):
+    """Zero the gradients of rows, columns and write strengths of tokens past the last boundary."""
     K: tl.constexpr = SIZES.K
     BT: tl.constexpr = SIZES.BT
     BK: tl.constexpr = SIZES.BK
@@ -97,5 +128,3 @@ def clear(outputs, dgate, i_tile, at, h, i_k, opaque_zero, SIZES: tl.constexpr):
         store_tokens(outputs.b, outputs.s_b, at, h, column, zeros, K)
     if outputs.beta is not None:
         store_token_scalars(outputs.beta + i_k * outputs.s_slice, outputs.s_beta, at, h, tl.sum(zeros, axis=1), BT)
-    b_none = zeros.reshape(BT // NEAR, NEAR, BK)
-    store_gate_gradient(dgate, i_tile, at, h, column, b_none, b_none, opaque_zero, "channel", K)

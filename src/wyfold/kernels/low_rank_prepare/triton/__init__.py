@@ -13,6 +13,14 @@ from __future__ import annotations
 from wyfold.kernels.low_rank_prepare.triton.arguments import call_arguments
 from wyfold.kernels.low_rank_prepare.triton.kernel import wyfold_low_rank_prepare_triton
 from wyfold.kernels.low_rank_prepare.triton.launch import empty, launch_key, prepare
+from wyfold.kernels.low_rank_prepare.triton.token_gate import wyfold_low_rank_prepare_token_gate_triton
 
-# The kernel is exported because `kernel_configs.compiled` looks it up in this module.
-__all__ = ["call_arguments", "empty", "launch_key", "prepare", "wyfold_low_rank_prepare_triton"]
+# The kernels are exported because `kernel_configs.compiled` looks them up in this module.
+__all__ = [
+    "call_arguments",
+    "empty",
+    "launch_key",
+    "prepare",
+    "wyfold_low_rank_prepare_token_gate_triton",
+    "wyfold_low_rank_prepare_triton",
+]

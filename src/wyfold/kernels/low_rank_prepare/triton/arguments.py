@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from wyfold.runtime.kernel_configs import LaunchKey, dtype_word, tuned
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.columns.triton import RuleRows
-from wyfold.tile.decay.triton import FLOOR, Gate, as_channels
+from wyfold.tile.decay.triton import FLOOR, Gate, as_channels, gate_kind
 from wyfold.tile.index.triton import strides
 from wyfold.tile.index.triton.strength import Strength
 
@@ -30,13 +31,24 @@ def call_arguments(
         beta: [B, T, HV] write strength of the call; None for 1.
         A_log, dt_bias: Gate parameters or None.
         heads: HV.
-        options: Uses `lower_bound`, `clamp`.
+        options: Uses `lower_bound`, `clamp`, `recurrent`, `chunk_size`.
     """
     q, k, a, b = tokens
-    g = as_channels(g, q, heads)
+    one_number = reads_token_gate(q, g, options)
+    if not one_number:
+        g = as_channels(g, q, heads)
     rows = RuleRows(q, q.stride(), k, k.stride(), a, strides(a), b, strides(b))
-    gate = Gate(g, g.stride(), A_log, dt_bias, options.lower_bound, options.clamp or FLOOR)
+    gate = Gate(g, strides(g), A_log, dt_bias, options.lower_bound, options.clamp or FLOOR)
     return rows, gate, Strength(beta=beta, s_beta=strides(beta), most=1.0)
+
+
+def reads_token_gate(q: Tensor, g: Tensor | None, options: DeltaOptions) -> bool:
+    """Whether the chunk kernels for a gate of one number a token serve a call: TOKEN_GATE is set in a configuration."""
+    kind = gate_kind(g)
+    if options.recurrent or options.activation != "given" or kind == "channel":
+        return False
+    key = LaunchKey(dtype_word(q.dtype), q.shape[3], C=options.chunk_size, gate=kind)
+    return bool(tuned("low_rank_prepare.triton", key, q.device).blocks.get("TOKEN_GATE"))
 
 
 class Sizes(NamedTuple):
@@ -70,6 +82,7 @@ class Flags(NamedTuple):
         RULE: How rows and columns are made; see `tile.columns`.
         ACTIVATION: The gate's activation.
         NORM: Whether q, k and a are normalised.
+        GATE: "channel", or of the kernel of `token_gate`: "scalar", "none".
         OP, PRECISION, EXACT: Dtype and precision of products.
     """
 
@@ -77,6 +90,7 @@ class Flags(NamedTuple):
     RULE: str
     ACTIVATION: str
     NORM: bool
+    GATE: str
     OP: Any
     PRECISION: Any
     EXACT: str

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from wyfold.kernels.low_rank_prepare.triton.arguments import Flags, Sizes
 from wyfold.kernels.low_rank_prepare.triton.kernel import wyfold_low_rank_prepare_triton
+from wyfold.kernels.low_rank_prepare.triton.token_gate import wyfold_low_rank_prepare_token_gate_triton
 from wyfold.kernels.records import LowRankPrepared
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import LaunchKey, dtype_word, tile_width, tuned
@@ -14,7 +15,7 @@ from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.columns.eager import ONE_COLUMN
 from wyfold.tile.columns.triton import RuleRows
-from wyfold.tile.decay.triton import Gate
+from wyfold.tile.decay.triton import Gate, gate_kind
 from wyfold.tile.dot.triton import contracts, exact, operand, precision, right_operand, workspace
 from wyfold.tile.index.triton import Packing
 from wyfold.tile.index.triton.strength import Strength
@@ -49,10 +50,14 @@ def prepare(
         for x in found:
             if x is not None:
                 x.zero_()
-    config = tuned("low_rank_prepare.triton", launch_key(rows.q.dtype, K, V, C), rows.q.device)
+    kind = gate_kind(gate.g)
+    key = launch_key(rows.q.dtype, K, V, C)
+    if kind != "channel":
+        key = key._replace(gate=kind)
+    config = tuned("low_rank_prepare.triton", key, rows.q.device)
     BK, BE = min(whole, config.blocks["BK"]), right_operand(whole, config.blocks["BE"], rows.q.dtype)
     launch_kernel(
-        wyfold_low_rank_prepare_triton,
+        wyfold_low_rank_prepare_triton if kind == "channel" else wyfold_low_rank_prepare_token_gate_triton,
         tiles,
         tokens=rows,
         gate=gate,
@@ -76,6 +81,7 @@ def prepare(
             RULE=options.rule,
             ACTIVATION=options.activation,
             NORM=options.qk_l2norm,
+            GATE=kind,
             OP=operand(rows.q.dtype),
             PRECISION=precision(rows.q.dtype),
             EXACT=exact(rows.q.dtype),

@@ -285,3 +285,12 @@ def separate(x):
     BW: tl.constexpr = x.shape[1]
     x, y = x.reshape(BT // 8, 2, 8, BW).permute(0, 2, 3, 1).split()
     return x.reshape(BT, BW), y.reshape(BT, BW)
+
+
+@triton.jit
+def separate_columns(x):
+    """`separate` of the columns.   [BW, 2 BT] -> 2 x [BW, BT]"""
+    BW: tl.constexpr = x.shape[0]
+    BT: tl.constexpr = x.shape[1] // 2
+    x, y = x.reshape(BW, BT // 8, 2, 8).permute(0, 1, 3, 2).split()
+    return x.reshape(BW, BT), y.reshape(BW, BT)
