@@ -106,9 +106,12 @@ def store_token_tiles(
 @triton.jit
 def clear(outputs, dgate, i_tile, at, h, i_k, opaque_zero, SIZES: tl.constexpr):
     """Zero the gradients of tokens past the last boundary, for some channels, with that of a gate per channel."""
+    K: tl.constexpr = SIZES.K
+    BT: tl.constexpr = SIZES.BT
+    BK: tl.constexpr = SIZES.BK
     clear_tokens(outputs, at, h, i_k, SIZES)
-    b_none = tl.zeros((SIZES.BT // NEAR, NEAR, SIZES.BK), tl.float32)
-    store_gate_gradient(dgate, i_tile, at, h, i_k * SIZES.BK, b_none, b_none, opaque_zero, "channel", SIZES.K)
+    b_none = tl.zeros((BT // NEAR, NEAR, BK), tl.float32)
+    store_gate_gradient(dgate, i_tile, at, h, i_k * BK, b_none, b_none, opaque_zero, "channel", K)
 
 
 @triton.jit

@@ -35,6 +35,7 @@ def wyfold_low_rank_prepare_token_gate_triton(
     BT: tl.constexpr = SIZES.BT
     BK: tl.constexpr = SIZES.BK
     BE: tl.constexpr = SIZES.BE
+    BV: tl.constexpr = SIZES.BV
     STAGES: tl.constexpr = SIZES.STAGES
     RULE: tl.constexpr = FLAGS.RULE
     BEFORE: tl.constexpr = FLAGS.RULE != "keys"
@@ -52,7 +53,7 @@ def wyfold_low_rank_prepare_token_gate_triton(
     if FLAGS.PACKED:
         if i_n == N:
             if clear:
-                store_tokens(o, s_o, at, i_hv, 0, tl.zeros((BT, SIZES.BV), tl.float32), SIZES.V)
+                store_tokens(o, s_o, at, i_hv, 0, tl.zeros((BT, BV), tl.float32), SIZES.V)
             return
     norms = row_factors(tokens, at, heads, strength, i_hv, SIZES, FLAGS.NORM, False)
     _, b_g = load_gate(gate, at, i_hv, 0, GATE, "given", K, BT, BK)
