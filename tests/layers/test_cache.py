@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from wyfold.layers import DecodingCache, LayerCache
+from wyfold.layers import (
+    DecayParameters,
+    DecodingCache,
+    DecodingPools,
+    LayerCache,
+    LayerPool,
+    PooledCache,
+    ShortConvolution,
+)
 
 NAMES = ["delta_net", "kda", "ttt_linear", "window"]
 
@@ -91,3 +99,27 @@ def test_errors_name_the_argument(filled):
         DecodingCache([LayerCache()], batch_size=0)
     with pytest.raises(ValueError, match=r"^DecodingCache.reorder: rows must have 1 dimension, \[N\]"):
         filled.reorder(torch.zeros(2, 1, dtype=torch.int64))
+
+
+def test_errors_of_pools_name_the_argument():
+    pool = LayerPool(torch.zeros(4, 8, 3), torch.zeros(4, 2, 8, 8))
+    pools, slots = DecodingPools([pool]), torch.tensor([1, 3])
+    for message, call in (
+        ("LayerPool: conv must be a torch.Tensor, got NoneType", lambda: LayerPool(None, pool.state)),
+        ("LayerPool: slots must be a torch.Tensor, got list", lambda: pool.at([1, 3])),
+        ("DecodingPools: layers must be a sequence, got int", lambda: DecodingPools(3)),
+        ("DecodingPools: layers must be one LayerPool or more, got none", lambda: DecodingPools([])),
+        ("DecodingPools: layers must each be a wyfold.layers.LayerPool, got L", lambda: DecodingPools([LayerCache()])),
+        ("DecodingCache: layers must be a sequence, got NoneType", lambda: DecodingCache(None, 2)),
+        ("DecodingPools.at: slots must be a torch.Tensor, got list", lambda: pools.at([1, 3])),
+        ("DecodingPools.at: slots must be int32 or int64, got float32", lambda: pools.at(slots.float())),
+        (r"DecodingPools.at: has_initial_state must be \[N\] = \[2\], got", lambda: pools.at(slots, torch.ones(3))),
+        ("DecodingPools.at: has_initial_state must be bool, got float32", lambda: pools.at(slots, torch.ones(2))),
+        ("PooledCache: batch_size must be at least 0, got -1", lambda: PooledCache([pool], -1)),
+        ("DecayParameters: channels must be at least 1, got 0", lambda: DecayParameters(2, 0)),
+        ("DecayParameters: num_v_heads must be an int, got str", lambda: DecayParameters("2")),
+        ("ShortConvolution: bias must be True or False, got 1", lambda: ShortConvolution(8, bias=1)),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+            call()
+    assert pools.at().batch_size == 4 and pools.at(slots, slots > 1).batch_size == 2

@@ -49,6 +49,13 @@ def test_loading_errors_name_the_file(config, tmp_path):
         Decoder.load(tmp_path)
 
 
+def test_a_folder_that_is_no_path_is_named(config):
+    with pytest.raises(TypeError, match=r"^Decoder.load: folder must be a str or a path, got int$"):
+        Decoder.load(3)
+    with pytest.raises(TypeError, match=r"^Decoder.save: folder must be a str or a path, got NoneType$"):
+        Decoder(config).save(None)
+
+
 def test_a_tensor_of_another_shape_is_named(config, tmp_path):
     """Before the model is built, also where names and the sizes of the configuration agree."""
     Decoder(config).save(tmp_path)

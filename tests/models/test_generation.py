@@ -111,6 +111,7 @@ def test_memory_does_not_grow(model, ids):
         ({"seed": 1, "generator": torch.Generator()}, "seed must be None where a generator is given, got 1"),
         ({"stop": -1}, "stop must be at least 0, got -1"),
         ({"ids": torch.zeros(1, 0, dtype=torch.int64)}, r"ids must hold at least one token, got \[1, 0\]"),
+        ({"ids": torch.zeros(0, 3, dtype=torch.int64)}, r"ids must hold at least one token, got \[0, 3\]"),
     ],
 )
 def test_generation_errors_come_before_the_first_token(model, ids, keywords, message):

@@ -1,7 +1,7 @@
 """Sequence-mixing layers as the papers define them, and the caches they decode with."""
 
 from wyfold.layers.attention import SoftmaxAttention
-from wyfold.layers.cache import DecodingCache, DecodingPools, LayerCache, LayerPool, PooledCache
+from wyfold.layers.cache import DecodingCache, LayerCache
 from wyfold.layers.conv import ShortConvolution
 from wyfold.layers.delta_net import DeltaNet
 from wyfold.layers.gated_delta_net import DecayParameters, GatedDeltaNet
@@ -11,6 +11,7 @@ from wyfold.layers.gla import GatedLinearAttention
 from wyfold.layers.kda import KimiDeltaAttention
 from wyfold.layers.norm import GatedRMSNorm
 from wyfold.layers.path_attention import PaTHAttention
+from wyfold.layers.pools import DecodingPools, LayerPool, PooledCache
 from wyfold.layers.rwkv7 import RWKV7TimeMix
 from wyfold.layers.ttt_linear import TTTLinear
 

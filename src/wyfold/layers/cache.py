@@ -1,23 +1,21 @@
-"""Decoding caches and serving pools of layers.
+"""Decoding caches of layers.
 
 A `LayerCache` holds one layer's state between calls: tensors by name, with one row per sequence. It starts empty. Each
 call replaces the tensors and never writes into them, so `snapshot` is free. A `DecodingCache` holds one per layer of a
 model.
 
-These classes are not dicts, tuples, dataclasses or registered pytrees. Module wrappers (FSDP2 with a mixed precision
-policy, accelerate's hooks) rebuild such containers among their arguments, and a layer's writes to a rebuilt container
-would be lost. For the same reason `to` works in place.
+These classes, and those of `pools`, are not dicts, tuples, dataclasses or registered pytrees. Module wrappers (FSDP2
+with a mixed precision policy, accelerate's hooks) rebuild such containers among their arguments, and a layer's writes
+to a rebuilt container would be lost. For the same reason `to` works in place.
 
 The size of a cache does not grow with the number of tokens, except for softmax attention without a window and for PaTH
 attention.
-
-For serving, a `LayerPool` holds many sequences of a delta-family layer, one per slot; a call updates its slots in
-place, without a gradient. `DecodingPools` holds one pool per layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -216,12 +214,7 @@ class DecodingCache:
     """
 
     def __init__(self, layers: Sequence[LayerCache], batch_size: int):
-        self.layers = list(layers)
-        for layer in self.layers:
-            if not isinstance(layer, LayerCache):
-                raise TypeError(
-                    f"DecodingCache: layers must each be a wyfold.layers.LayerCache, got {type(layer).__name__}"
-                )
+        self.layers = list(each_layer("DecodingCache", layers, LayerCache))
         self.batch_size = check.integer("DecodingCache", "batch_size", batch_size, least=1)
 
     def reorder(self, rows: Tensor) -> DecodingCache:
@@ -278,76 +271,18 @@ class DecodingCache:
         return sum(layer.nbytes for layer in self.layers)
 
 
-class LayerPool:
-    """State of one layer for many sequences, updated in place, and the slots of the current call.
-
-    Attributes:
-        conv: [slots, D, W-1] latest inputs of the short convolution.
-        state: [slots, HV, V, K] states, V-first.
-        slots: [N] int32 or int64 slot of each sequence of the call. None: sequence n uses slot n.
-        given: [N] bool, has_initial_state. False: the sequence starts from zeros and ignores its slot. None: all True.
-    """
-
-    def __init__(self, conv: Tensor, state: Tensor, slots: Tensor | None = None, given: Tensor | None = None):
-        self.conv, self.state, self.slots, self.given = conv, state, slots, given
-
-    def at(self, slots: Tensor | None, has_initial_state: Tensor | None = None) -> LayerPool:
-        """The same pool, for a call with these slots."""
-        return LayerPool(self.conv, self.state, slots, has_initial_state)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the pool in bytes."""
-        return self.conv.nbytes + self.state.nbytes
+Part = TypeVar("Part")
 
 
-class PooledCache:
-    """Pools of all layers of a model for one call with N = batch_size sequences; made by `DecodingPools.at`.
-
-    Attributes:
-        layers: One `LayerPool` per layer.
-        batch_size: N.
-    """
-
-    def __init__(self, layers: Sequence[LayerPool], batch_size: int):
-        self.layers, self.batch_size = tuple(layers), batch_size
-
-
-class DecodingPools:
-    """Pools of all layers of a model, initially zero. Calls update them in place and allocate no other state.
-
-    Args:
-        layers: One `LayerPool` per layer, all with the same number of slots.
-
-    Examples:
-        >>> import torch
-        >>> from wyfold.models import Decoder, DecoderConfig
-        >>> model = Decoder(DecoderConfig(hidden_size=32, num_layers=2, pattern="gdn", num_heads=2, head_dim=16))
-        >>> pools = model.new_pools(8)
-        >>> with torch.no_grad():
-        ...     _ = model(torch.randint(256, (2, 9)), cache=pools.at(torch.tensor([5, 0])))
-        >>> [bool(state.any()) for state in pools.layers[0].state]
-        [True, False, False, False, False, True, False, False]
-    """
-
-    def __init__(self, layers: Sequence[LayerPool]):
-        self.layers = tuple(layers)
-
-    def at(self, slots: Tensor | None = None, has_initial_state: Tensor | None = None) -> PooledCache:
-        """The `cache=` argument of a call.
-
-        Args:
-            slots: [N] int32 or int64, distinct. A row whose index is not a slot is skipped; its output is undefined.
-                None: every slot, in order.
-            has_initial_state: [N] bool. False: the sequence starts from zeros and ignores its slot. None: all True.
-        """
-        N = self.layers[0].state.shape[0] if slots is None else slots.shape[0]
-        return PooledCache([pool.at(slots, has_initial_state) for pool in self.layers], N)
-
-    @property
-    def nbytes(self) -> int:
-        """Total size of the pools in bytes."""
-        return sum(pool.nbytes for pool in self.layers)
+def each_layer(op: str, layers: Iterable[Part], kind: type[Part]) -> tuple[Part, ...]:
+    """The layers of a cache or of pools; raise unless each is of the kind."""
+    if not isinstance(layers, Iterable):
+        raise TypeError(f"{op}: layers must be a sequence, got {type(layers).__name__}")
+    found = tuple(layers)
+    for layer in found:
+        if not isinstance(layer, kind):
+            raise TypeError(f"{op}: layers must each be a wyfold.layers.{kind.__name__}, got {type(layer).__name__}")
+    return found
 
 
 def _check_entry(name: object, x: object) -> None:

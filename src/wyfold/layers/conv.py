@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.kernels import table
-from wyfold.layers.cache import LayerCache, LayerPool, require_cache
+from wyfold.layers.cache import LayerCache, require_cache
+from wyfold.layers.pools import LayerPool
 from wyfold.ops.conv import causal_conv1d
 from wyfold.ops.serving_conv import conv1d_prefill, conv1d_update
 from wyfold.runtime import check
@@ -48,6 +49,7 @@ class ShortConvolution(nn.Module):
         super().__init__()
         check.integer("ShortConvolution", "channels", channels, least=1)
         check.choice("ShortConvolution", "conv_size", conv_size, range(2, 9))
+        check.flag("ShortConvolution", bias=bias)
         check.choice("ShortConvolution", "activation", activation, (None, "silu", "swish"))
         check.choice("ShortConvolution", "backend", backend, (None, *table.BACKENDS))
         self.channels, self.conv_size = channels, conv_size

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.kernels import table
-from wyfold.layers.cache import LayerCache, LayerPool
+from wyfold.layers.cache import LayerCache
 from wyfold.layers.conv import ShortConvolution
 from wyfold.layers.layer_call import run_rule, sequences
+from wyfold.layers.pools import LayerPool
 from wyfold.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
 from wyfold.ops.delta_widths import WIDEST_KEY, WIDEST_VALUE
 from wyfold.ops.serving_delta import decode, prefill

@@ -28,10 +28,18 @@ class DecayParameters(nn.Module):
         channels: K for a decay per key channel; None for one per head.
         bounded: The gate is lower_bound * sigmoid(exp(A_log) (raw + dt_bias)). Its rate is a factor inside the sigmoid
             and starts at 1: the spread of rates used for the softplus would saturate it.
+
+    Raises:
+        TypeError: An argument has the wrong Python type.
+        ValueError: A number is below 1.
     """
 
     def __init__(self, num_v_heads: int, channels: int | None = None, *, bounded: bool = False):
         super().__init__()
+        check.integer("DecayParameters", "num_v_heads", num_v_heads, least=1)
+        if channels is not None:
+            check.integer("DecayParameters", "channels", channels, least=1)
+        check.flag("DecayParameters", bounded=bounded)
         self.bounded = bounded
         self.A_log = nn.Parameter(torch.empty(num_v_heads))
         self.dt_bias = nn.Parameter(torch.empty((num_v_heads,) if channels is None else (num_v_heads, channels)))

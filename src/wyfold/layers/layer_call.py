@@ -151,9 +151,7 @@ def _of_parameters(layer: str, x: Tensor, reader: nn.Module) -> None:
 
     A module that replaces the projection, for example with quantized parameters, checks its input itself.
     """
-    if type(reader) is not nn.Linear:
-        return
-    if "forward" in reader.__dict__ or reader._forward_pre_hooks:  # a hook may cast or move what is stored elsewhere
+    if type(reader) is not nn.Linear or not computes_as_stored(reader):
         return
     if x.device != reader.weight.device:
         raise ValueError(f"{layer}: x must be on {reader.weight.device}, as the layer's parameters are, got {x.device}")
@@ -163,3 +161,8 @@ def _of_parameters(layer: str, x: Tensor, reader: nn.Module) -> None:
     if x.dtype != wanted:
         expected, got = (str(dtype).removeprefix("torch.") for dtype in (wanted, x.dtype))
         raise TypeError(f"{layer}: x must be {expected}, as the layer's parameters are, or under autocast, got {got}")
+
+
+def computes_as_stored(module: nn.Module) -> bool:
+    """Whether a module reads its weight as it is stored; a hook may move or cast it before the module's forward."""
+    return "forward" not in module.__dict__ and not module._forward_pre_hooks

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from wyfold.context_parallel.context import ContextParallel
-from wyfold.layers.cache import LayerCache, LayerPool
+from wyfold.layers.cache import LayerCache
+from wyfold.layers.pools import LayerPool
 from wyfold.models.config import DecoderConfig
 from wyfold.runtime.differentiation import exporting
 from wyfold.runtime.layout import SequenceLayout

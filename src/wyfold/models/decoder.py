@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.kernels import table
-from wyfold.layers.cache import DecodingCache, DecodingPools, LayerCache, PooledCache
+from wyfold.layers.cache import DecodingCache, LayerCache
 from wyfold.layers.initial import set_normal_initial
+from wyfold.layers.pools import DecodingPools, PooledCache
 from wyfold.models import disk
 from wyfold.models.block import Block
 from wyfold.models.config import DecoderConfig
@@ -274,13 +275,14 @@ class Decoder(nn.Module):
         name = "Decoder.generate"
         check_ids(self, ids, layout, None)
         check.flag(name, shared_draws=shared_draws)
-        if ids.shape[1] == 0:
+        if ids.numel() == 0:
             raise ValueError(f"{name}: ids must hold at least one token, got {list(ids.shape)}")
         lengths = None if layout is None else layout.lengths.tolist()
         if lengths is not None and min(lengths, default=0) == 0:
             raise ValueError(f"{name}: layout must have prompts of at least one token, got lengths {lengths}")
         check.integer(name, "max_new_tokens", max_new_tokens, least=0)
-        if check.number(name, "temperature", temperature) < 0:
+        temperature = check.number(name, "temperature", temperature)
+        if temperature < 0:
             raise ValueError(f"{name}: temperature must be at least 0, got {temperature}")
         if top_k is not None:
             check.integer(name, "top_k", top_k, least=1)
@@ -307,11 +309,12 @@ class Decoder(nn.Module):
 
         Raises:
             ImportError: safetensors is not installed.
+            TypeError: folder is no path.
             ValueError: `load` could not read the tensors; nothing is written.
             OSError: A file cannot be written; an earlier file of that name is unchanged.
         """
         tensors = self.state_dict() if state_dict is None else state_dict
-        disk.write(Path(folder), self.config, disk.loadable(tensors, self._expected()))
+        disk.write(_as_path("Decoder.save", folder), self.config, disk.loadable(tensors, self._expected()))
 
     @classmethod
     def load(
@@ -326,15 +329,17 @@ class Decoder(nn.Module):
 
         Raises:
             ImportError: safetensors is not installed.
+            TypeError: folder is no path.
             FileNotFoundError: The folder holds no decoder.
             ValueError: A file is damaged, or the tensors do not match the configuration; the message names the file.
                 Raised before the model is built or tensors are read.
         """
-        config, infos = disk.read_header(Path(folder))
+        path = _as_path("Decoder.load", folder)
+        config, infos = disk.read_header(path)
         with torch.device("meta"):
             model = cls(config, backend=backend)
-        disk.require_same(Path(folder), infos, model.state_dict())
-        model.load_state_dict(disk.read(Path(folder), device), assign=True)
+        disk.require_same(path, infos, model.state_dict())
+        model.load_state_dict(disk.read(path, device), assign=True)
         return model
 
     def _hidden(
@@ -374,6 +379,12 @@ class Decoder(nn.Module):
         if new is None or new.config != self.config:
             new = self
         return {name.replace("_orig_mod.", ""): x for name, x in new.state_dict().items()}
+
+
+def _as_path(op: str, folder: object) -> Path:
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"{op}: folder must be a str or a path, got {type(folder).__name__}")
+    return Path(folder)
 
 
 class TiedEmbedding(nn.Embedding):

@@ -6,12 +6,14 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wyfold.context_parallel.agreement import digest, short
 from wyfold.context_parallel.context import ContextParallel
-from wyfold.layers.cache import DecodingCache, PooledCache
+from wyfold.layers.cache import DecodingCache
+from wyfold.layers.layer_call import computes_as_stored
+from wyfold.layers.pools import PooledCache
 from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
 from wyfold.runtime.torch_modes import autocast_dtype
@@ -45,6 +47,7 @@ def check_call(
         if check.tensor("Decoder", "places", places).ndim != 2 or places.shape[0] != ids.shape[0]:
             raise ValueError(f"Decoder: places must be [B, n], B = {ids.shape[0]}, got {list(places.shape)}")
         check.floating("Decoder", (torch.int64,), places=places)
+        check.same_attribute("Decoder", "device", ids=ids, places=places)
         _require_inside("places", places, ids.shape[1])
     if labels is not None:
         wanted = ids if places is None else places
@@ -52,6 +55,7 @@ def check_call(
             form = "[B, T]" if places is None else "[B, n]"
             raise ValueError(f"Decoder: labels must be {form} = {list(wanted.shape)}, got {list(labels.shape)}")
         check.floating("Decoder", (torch.int64,), labels=labels)
+        check.same_attribute("Decoder", "device", ids=ids, labels=labels)
         _require_inside("labels", labels, model.config.vocab_size, f"or {IGNORED}")
 
 
@@ -60,8 +64,8 @@ def check_ids(
 ) -> None:
     """Refuse ids, a layout and a cache that do not fit together."""
     B, T = check.shapes("Decoder", ids=(ids, "B T")).values()
-    if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(f"Decoder: ids must be int32 or int64, got {str(ids.dtype).removeprefix('torch.')}")
+    check.floating("Decoder", check.INDICES, ids=ids)
+    _require_device(model, ids)
     _require_inside("ids", ids, model.config.vocab_size)
     if layout is not None and not isinstance(layout, SequenceLayout):
         raise TypeError(f"Decoder: layout must be a SequenceLayout or None, got {type(layout).__name__}")
@@ -77,6 +81,16 @@ def check_ids(
     N = B if layout is None else layout.max_seqs
     if cache.batch_size != N:
         raise ValueError(f"Decoder: cache must hold the {N} sequences of ids, got {cache.batch_size}")
+
+
+def _require_device(model: Decoder, ids: Tensor) -> None:
+    """Check that ids are where the embedding is. PyTorch's own returns unset memory for ids on the meta device."""
+    embedding = model.embedding
+    weight = getattr(embedding, "weight", None)
+    if type(weight) is not nn.Parameter or weight.device.type == "meta" or not computes_as_stored(embedding):
+        return
+    if ids.device != weight.device:
+        raise ValueError(f"Decoder: ids must be on {weight.device}, as the embedding is, got {ids.device}")
 
 
 def _require_inside(name: str, x: Tensor, size: int, besides: str = "") -> None:

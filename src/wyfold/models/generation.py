@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from wyfold.layers.cache import DecodingCache, PooledCache
+from wyfold.layers.cache import DecodingCache
+from wyfold.layers.pools import PooledCache
 from wyfold.runtime.cuda_graph import Replay
 from wyfold.runtime.layout import SequenceLayout
 

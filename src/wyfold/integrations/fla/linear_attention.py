@@ -153,17 +153,7 @@ def chunk_retention(
     return chunk_simple_gla(q, k, v, None, decays, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens)
 
 
-def fused_chunk_retention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> Result:
-    """`chunk_retention`."""
-    return chunk_retention(q, k, v, scale, initial_state, output_final_state, cu_seqlens)
+fused_chunk_retention = chunk_retention
 
 
 def fused_recurrent_retention(
@@ -214,18 +204,7 @@ def chunk_linear_attn(
     )
 
 
-def fused_chunk_linear_attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None = None,
-    initial_state: States | None = None,
-    output_final_state: bool = False,
-    normalize: bool = True,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, States | None]:
-    """`chunk_linear_attn`."""
-    return chunk_linear_attn(q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
+fused_chunk_linear_attn = chunk_linear_attn
 
 
 def fused_recurrent_linear_attn(

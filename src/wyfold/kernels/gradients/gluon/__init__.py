@@ -39,17 +39,7 @@ def gradients(
     key: LaunchKey,
     out: GradientOutputs,
 ) -> None:
-    """Gradients of every token and parameter. Takes the arguments of the Triton launch.
-
-    Args:
-        q, k, g, beta, A_log, dt_bias: As given to the operator, with the sizes and dtypes that `key` implies.
-        do: [B, T, HV, V] gradient of the output.
-        borders: From `scan_bwd`.
-        grid: The call's chunk grid, of chunks of 64.
-        options: As given to `prepare`.
-        key: Launch configuration key.
-        out: Written, as by the Triton launch.
-    """
+    """Gradients of every token and parameter: `channel.gradients` for a channel gate, else `scalar.gradients`."""
     flags = gate_flags(g)
     if flags["CHANNEL"] and g is not None:
         channel.gradients(q, k, g, beta, A_log, dt_bias, do, borders, grid, options, key, out)
