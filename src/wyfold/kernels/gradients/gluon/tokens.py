@@ -124,10 +124,11 @@ def sum_tile(p_sums, tile, L: gl.constexpr, M: gl.constexpr, W: gl.constexpr):
     """Pointers to a float32 tile of sums over value heads.   [M, W]
 
     In one layout, a thread has the same elements for every value head. It loads only what it stored itself, so no
-    barrier is needed between a store and the load for the next head.
+    barrier is needed between a store and the load for the next head. Blocks of 8 columns follow one another, so that
+    the 8 rows of an accumulator that a warp accesses at once are contiguous.
     """
     o_m, o_w = gl.arange(0, M, layout=gl.SliceLayout(1, L)), gl.arange(0, W, layout=gl.SliceLayout(0, L))
-    return p_sums + tile * (M * W) + o_m[:, None] * W + o_w[None, :]
+    return p_sums + tile * (M * W) + (o_m * 8)[:, None] + (o_w // 8 * (8 * M) + o_w % 8)[None, :]
 
 
 @gluon.jit

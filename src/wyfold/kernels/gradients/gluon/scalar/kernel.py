@@ -84,6 +84,7 @@ def wyfold_gradients_gluon(
     load_tokens(inputs, smem, BK)
     load_states(inputs, smem, 0, 0, V, BK)
 
+    r_q, r_k = gl.full([BT], 1.0, gl.float32, ROW), gl.full([BT], 1.0, gl.float32, ROW)
     for r in tl.range(GR, disable_licm=True):
         value = Coords(b, t, coords.token, i_h * GR + r, rows)
         # Per-token numbers, needed in both the row and the column layout.
@@ -100,6 +101,8 @@ def wyfold_gradients_gluon(
             value,
             offsets,
             scales,
+            r_q,
+            r_k,
             T,
             per_sequence,
             r,
