@@ -90,11 +90,9 @@ class DecodingPools:
         """
         op, N = "DecodingPools.at", self.layers[0].state.shape[0]
         if slots is not None:
-            N = check.shapes(op, slots=(slots, "N"))["N"]
-            check.floating(op, check.INDICES, slots=slots)
-        if has_initial_state is not None:
-            check.shapes(op, known={"N": N}, has_initial_state=(has_initial_state, "N"))
-            check.floating(op, (torch.bool,), has_initial_state=has_initial_state)
+            N = check.tensor(op, "slots", slots).numel()
+        check.rows(op, "slots", slots, [N], form="[N]")
+        check.rows(op, "has_initial_state", has_initial_state, [N], dtypes=(torch.bool,), form="[N]")
         return PooledCache([pool.at(slots, has_initial_state) for pool in self.layers], N)
 
     @property

@@ -189,7 +189,7 @@ def check_checkpoints(t: ServingTensors, flags: ServingFlags, chunk_size: int, s
         raise ValueError(f"{op}: checkpoint_every must be a multiple of the chunk, {chunk_size}, got {every}")
     _check_pool(op, "checkpoint_pool", t.q, t.checkpoint_pool, flags.state_v_first, sizes)
     rows = [sizes["T"] // every] if t.cu_seqlens is not None else [sizes["B"], sizes["T"] // every]
-    _check_rows(op, t.q, "checkpoint_indices", t.checkpoint_indices, rows, check.INDICES)
+    check.rows(op, "checkpoint_indices", t.checkpoint_indices, rows, q=t.q)
     return every
 
 
@@ -200,10 +200,10 @@ def _check_slots(t: ServingTensors, flags: ServingFlags, sizes: dict[str, int]) 
     check.integer(op, "pad_slot_id", flags.pad_slot_id, least=-1)
     _check_pool(op, "pool", q, t.pool, flags.state_v_first, sizes)
     rows = [N, t.state_indices.shape[1]] if flags.each and t.state_indices is not None else [N]
-    _check_rows(op, q, "has_initial_state", t.has_initial_state, [N], (torch.bool,))
-    _check_rows(op, q, "num_accepted_tokens", t.num_accepted_tokens, [N], check.INDICES)
-    _check_rows(op, q, "state_indices", t.state_indices, rows, check.INDICES)
-    _check_rows(op, q, "output_state_indices", t.output_state_indices, rows, check.INDICES)
+    check.rows(op, "has_initial_state", t.has_initial_state, [N], dtypes=(torch.bool,), q=q)
+    check.rows(op, "num_accepted_tokens", t.num_accepted_tokens, [N], q=q)
+    check.rows(op, "state_indices", t.state_indices, rows, q=q)
+    check.rows(op, "output_state_indices", t.output_state_indices, rows, q=q)
 
 
 def _check_distinct(t: ServingTensors, flags: ServingFlags, sizes: dict[str, int]) -> None:
@@ -273,16 +273,3 @@ def _check_pool(op: str, name: str, q: Tensor, pool: Tensor | None, v_first: boo
         raise ValueError(f"{op}: {name} must hold each head's state in one piece, got strides {pool.stride()}")
     check.no_overlap(op, **{name: pool})
     check.same_attribute(op, "device", q=q, **{name: pool})
-
-
-def _check_rows(
-    op: str, q: Tensor, name: str, x: Tensor | None, shape: list[int], dtypes: tuple[torch.dtype, ...]
-) -> None:
-    """Check an optional tensor of integers or flags, one per sequence, draft or checkpoint."""
-    if x is None:
-        return
-    if list(check.tensor(op, name, x).shape) != shape or x.dtype not in dtypes:
-        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        got = f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-        raise ValueError(f"{op}: {name} must be {shape} {wanted}, got {got}")
-    check.same_attribute(op, "device", q=q, **{name: x})

@@ -199,13 +199,10 @@ def _make_plan(tensors: tuple[Any, ...], values: tuple[Any, ...]) -> str:
     check.same_attribute(op, "device", **given)
     check.same_attribute(op, "dtype", x=x, out=out)
     check.no_overlap(op, pool=pool, out=out)
-    _check_rows(op, x, N, "state_indices", slots, check.INDICES)
-    _check_rows(op, x, N, "has_initial_state", given_states, (torch.bool,))
-    _check_rows(op, x, N, "num_accepted_tokens", accepted, check.INDICES)
-    if slots is not None and check.checking_contents() and check.readable(slots):
-        live = slots[(slots > flags.pad_slot_id) & (slots < pool.shape[0])]
-        if live.unique().numel() != live.numel():
-            raise ValueError(f"{op}: state_indices must hold distinct slots, got {slots.tolist()}")
+    check.rows(op, "state_indices", slots, [N], x=x)
+    check.rows(op, "has_initial_state", given_states, [N], dtypes=(torch.bool,), x=x)
+    check.rows(op, "num_accepted_tokens", accepted, [N], x=x)
+    check.distinct_slots(op, slots, pool.shape[0], flags.pad_slot_id)
     check.no_gradients(op, given)
     plan = table.plan(
         op,
@@ -260,14 +257,3 @@ def _check_pool(op: str, pool: Tensor, D: int, W: int) -> None:
         raise ValueError(f"{op}: pool must be [slots, D, S >= W-1] = [slots, {D}, >= {W - 1}], got {got}")
     if pool.stride()[1:] not in ((got[2], 1), (1, D)):
         raise ValueError(f"{op}: pool must hold each slot in one piece, got strides {pool.stride()}")
-
-
-def _check_rows(op: str, x: Tensor, N: int, name: str, rows: Tensor | None, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Check an optional tensor of integers or flags, one per sequence."""
-    if rows is None:
-        return
-    if list(check.tensor(op, name, rows).shape) != [N] or rows.dtype not in dtypes:
-        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        got = f"{list(rows.shape)} {str(rows.dtype).removeprefix('torch.')}"
-        raise ValueError(f"{op}: {name} must be {[N]} {wanted}, got {got}")
-    check.same_attribute(op, "device", x=x, **{name: rows})

@@ -114,7 +114,9 @@ def _make_plan(tensors: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[float
     cast = in_autocast_dtype(q, k, v)
     check.same_attribute(_OP, "dtype", q=cast[0], k=cast[1], v=cast[2])
     _check_pool(_OP, v, pool)
-    _check_slots(_OP, v, pool, state_indices, pad)
+    check.integer(_OP, "pad_slot_id", pad, least=-1)
+    check.rows(_OP, "state_indices", state_indices, v.shape[:1], v=v)
+    check.distinct_slots(_OP, state_indices, pool.state.shape[0], pad)
     if out is not None:
         B, T, HV, D = v.shape
         check.shapes(_OP, known={"B": B, "T": T, "HV": HV, "V": D}, out=(out, "B T HV V"))
@@ -198,25 +200,7 @@ def _check_pool(op: str, v: Tensor, pool: TTTState) -> None:
     check.shapes(op, known={"HV": HV, "K": D, "V": D}, **named)
     tensors = {name: x for name, (x, _) in named.items()}
     check.floating(op, check.state_dtypes(v), **tensors)
+    check.same_attribute(op, "device", v=v, **tensors)
     position = check.tensor(op, "pool.position", pool.position)
-    slots = pool.state.shape[0]
-    if list(position.shape) != [slots] or position.dtype not in check.INDICES:
-        got = f"{list(position.shape)} {str(position.dtype).removeprefix('torch.')}"
-        raise ValueError(f"{op}: pool.position must be [slots] = [{slots}] int32 or int64, got {got}")
-    check.same_attribute(op, "device", v=v, **tensors, **{"pool.position": position})
+    check.rows(op, "pool.position", position, [pool.state.shape[0]], form="[slots]", v=v)
     check.no_overlap(op, **tensors, **{"pool.position": position})
-
-
-def _check_slots(op: str, v: Tensor, pool: TTTState, slot: Tensor | None, pad: int) -> None:
-    check.integer(op, "pad_slot_id", pad, least=-1)
-    if slot is None:
-        return
-    N = v.shape[0]
-    if list(check.tensor(op, "state_indices", slot).shape) != [N] or slot.dtype not in check.INDICES:
-        got = f"{list(slot.shape)} {str(slot.dtype).removeprefix('torch.')}"
-        raise ValueError(f"{op}: state_indices must be [{N}] int32 or int64, got {got}")
-    check.same_attribute(op, "device", v=v, state_indices=slot)
-    if check.checking_contents() and check.readable(slot):
-        live = slot[(slot > pad) & (slot < pool.state.shape[0])]
-        if live.unique().numel() != live.numel():
-            raise ValueError(f"{op}: state_indices must hold distinct slots, got {slot.tolist()}")

@@ -343,10 +343,7 @@ def _check_ttt_state(
         "state.bias_grad": (bias_grad, "N HV 1 V"),
     }
     _check_states(op, v, N, named)
-    if list(position.shape) != [N] or position.dtype not in check.INDICES:
-        got = f"{list(position.shape)} {str(position.dtype).removeprefix('torch.')}"
-        raise ValueError(f"{op}: state.position must be [N] = [{N}] int32 or int64, got {got}")
-    check.same_attribute(op, "device", v=v, **{"state.position": position})
+    check.rows(op, "state.position", position, [N], form="[N]", v=v)
 
 
 def _check_states(

@@ -243,6 +243,43 @@ def head_groups(op: str, H: int, HV: int, *, keys: str = "q and k", values: str 
         raise ValueError(f"{op}: {values} must have a multiple of the {H} heads of {keys}, got {HV} value heads")
 
 
+def rows(
+    op: str,
+    name: str,
+    given: Tensor | None,
+    shape: Sequence[int],
+    *,
+    dtypes: Sequence[torch.dtype] = INDICES,
+    form: str = "",
+    **tokens: Tensor,
+) -> None:
+    """Raise unless an optional tensor of integers or flags, one for each sequence or slot, is as expected.
+
+    Args:
+        op, name: Names of operator and argument, for the message.
+        given: The tensor; None is no error.
+        shape, dtypes: Its shape, and the dtypes that it may have.
+        form: Letters of the shape, for the message.
+        tokens: Name of an argument -> that argument, which is on the expected device.
+    """
+    if given is None:
+        return
+    if list(tensor(op, name, given).shape) != list(shape) or given.dtype not in dtypes:
+        wanted = f"{form} = {list(shape)}" if form else str(list(shape))
+        got = f"{list(given.shape)} {_dtype_name(given.dtype)}"
+        raise ValueError(f"{op}: {name} must be {wanted} {_dtype_names(dtypes)}, got {got}")
+    same_attribute(op, "device", **tokens, **{name: given})
+
+
+def distinct_slots(op: str, slots: Tensor | None, count: int, pad: int) -> None:
+    """Inside `checked`, raise unless the live slots, those above `pad` and below `count`, are distinct."""
+    if slots is None or not (checking_contents() and readable(slots)):
+        return
+    live = slots[(slots > pad) & (slots < count)]
+    if live.unique().numel() != live.numel():
+        raise ValueError(f"{op}: state_indices must hold distinct slots, got {slots.tolist()}")
+
+
 def log_gates(op: str, g: Tensor, cu_seqlens: Tensor | None, *, least: float = -math.inf, name: str = "g") -> None:
     """Inside `checked`, raise unless the log decays up to the last boundary lie between `least` and 0."""
     if not (checking_contents() and readable(g)):
