@@ -1,15 +1,18 @@
 """`scan` in Gluon, on the emulator, against its formulas in PyTorch."""
 
+from itertools import accumulate
+
 import pytest
 import torch
 from tests.emulator.cases import cases
 from tests.emulator.compare import require_close
-from tests.emulator.delta import PACKED, Call, draw, heads, options, rounded
+from tests.emulator.delta import PACKED, C, Call, draw, heads, options, rounded
 from tests.emulator.machine import Machine
 from torch import Tensor
 
 from wyfold.kernels.records import Slots
 from wyfold.kernels.scan import gluon
+from wyfold.runtime.chunk_layout import Cut, segment_grid
 from wyfold.runtime.kernel_configs import Config, LaunchKey
 
 SCALE = 0.25
@@ -109,5 +112,37 @@ def test_states_in_slots_of_a_pool(stored: torch.dtype, elsewhere: bool):
     for n in range(1, N):
         if 0 <= (to := int(target[n] if elsewhere else source[n, 0])) < len(pool):
             after[to] = left[n].to(stored)
+    assert torch.equal(got.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert torch.equal(pool, after)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["where they came from", "in other slots"])
+def test_segments_leave_states_in_slots(elsewhere: bool):
+    """The same bits as with contiguous final states. The entering states are contiguous in both."""
+    lengths = [7 * C + 3, 5 * C, 1, 0, 4 * C]
+    call = draw("scalar", False, T=sum(lengths) + 5, cu=[0, *accumulate(lengths)], HV=1)
+    call.spoil()
+    segments = segment_grid(call.grid, Cut(1, 3), torch.device("cpu"))
+    assert segments.first.diff().tolist() == [3, 3, 1, 1, 2]
+    N, blocks, stages = len(lengths), *CONFIGS[0]
+    borders = torch.randn(segments.borders, *call.S0.shape[1:])
+    pool = torch.randn(2 * N, *call.S0.shape[1:]).bfloat16()
+    source, target = torch.tensor([[3], [-1], [2 * N], [0], [7]]), torch.tensor([5, 1, 2, 6, -1])
+    expected, left = torch.full_like(call.v, torch.nan), torch.full_like(call.S0, torch.nan)
+    got, after = expected.clone(), pool.clone()
+    slots = Slots(pool, pool, source, target if elsewhere else None, torch.zeros(N, dtype=torch.bool))
+    machine = Machine()
+    with machine.installed(gluon, Config(4, stages, blocks)):
+        for o, final, found in ((expected, left, None), (got, pool, slots)):
+            for half in (True, False):
+                gluon.scan(
+                    call.q, call.k, call.v, call.prepared, call.S0, segments.grid, options(scale=SCALE), LaunchKey(),
+                    o, final, None, None, segments, borders, half, found,
+                )  # fmt: skip
+    for n in (1, 2):  # without a live slot
+        expected[:, call.spans[n][1] : call.spans[n][2]] = 0
+    for n in (0, 3, 4):
+        if (to := int(target[n] if elsewhere else source[n, 0])) >= 0:
+            after[to] = left[n].bfloat16()
     assert torch.equal(got.nan_to_num(7.0), expected.nan_to_num(7.0))
     assert torch.equal(pool, after)

@@ -12,7 +12,8 @@ direction, run
 the main stream runs what needs no fold: in the forward the scan of the segments that begin a sequence, in the backward
 the half of `scan_bwd` that recomputes states. A backward with much memory at the chunks' borders takes some heads after
 the others (`head_parts`). States, maps and gradients at segment borders are stored K-last, [V, K];
-launches get the [K, V] view, `.mT`.
+launches get the [K, V] view, `.mT`. Of states in slots of a pool, a forward in segments first copies those that enter,
+with `state_pool` on the side stream beside `prepare`.
 
 The host never waits for the device: grids and buffers are sized by capacity, and kernels read the boundaries.
 """
@@ -55,8 +56,9 @@ def forward(
 
     Args:
         t, options, out, grid: As of `DeltaImplementation.forward`.
-        slots: Pool slots in which the scan reads and writes states; the call must have tokens and no segments. None:
-            states are `t.initial_state` and the results.
+        slots: Pool slots in which the scan reads and writes states; the call must have sequences and tokens. In
+            segments, entering states are copied first, because the scan of a last segment may write its slot before
+            that of the first one has read it. None: states are `t.initial_state` and the results.
 
     Returns:
         The results, and the tensors that the backward reads besides the call's own.
@@ -69,15 +71,26 @@ def forward(
         if options.final_state:
             pass_through(t.initial_state, result.final_state)
         return result, saved(t, options)
+    entering, leaving = t.initial_state, result.final_state if options.final_state else None
+    if slots is not None:
+        entering, leaving = slots.entering, slots.leaving
     keep = options.save and options.keep_factors
-    prepared = call.prepare(result.o, backward=keep, forward=True, clear=True)
+    prepare = partial(call.prepare, result.o, backward=keep, forward=True, clear=True)
+    if slots is None or entering is None or call.segments is None:
+        prepared = prepare()
+    else:
+        # Copied beside `prepare`, which does not read them.
+        copied = entering.new_empty(call.grid.sequences, *entering.shape[1:], dtype=options.state_dtype)
+        with fork_side_stream(copied.device) as on_side:
+            with on_side:
+                call.stage("state_pool").enter(entering, slots, copied)
+            prepared = prepare()
+        entering = copied
     states = first = None
     if options.checkpoint_every:
         rows = result.states if t.cu_seqlens is not None else result.states.flatten(0, 1)
         states, first = call.k_first(rows), call.grid.first_states(t.q.device)
-    initial, final = call.k_first(t.initial_state), call.k_first(result.final_state if options.final_state else None)
-    if slots is not None:
-        initial, final = call.k_first(slots.entering), call.k_first(slots.leaving)
+    initial, final = call.k_first(entering), call.k_first(leaving)
     q, k, v = (call.buffer(x) for x in (t.q, t.k, t.v))
     o = result.o.view(1, -1, *result.o.shape[2:]) if call.segments else result.o
     at_borders = _at_borders(t, options)

@@ -2,9 +2,9 @@
 
 It has no gradient. Its kernels are those of the differentiable operators, which read and write the slots themselves.
 The recurrent form is one launch. The chunk form has the launches of a call without a pool, and one more if intermediate
-states are stored. The eager backend gathers states from their slots, runs, and scatters them back. So do the kernels of
-a diagonal-plus-low-rank rule, and the chunk form if it cuts sequences into segments: the first segment's scan reads a
-state while the last one's writes it.
+states are stored. If it cuts sequences into segments, it gathers states from their slots first, since the scan of the
+first segment reads a state while that of the last one writes it. The eager backend gathers states, runs, and scatters
+them back. So do the kernels of a diagonal-plus-low-rank rule.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def _serve(*arguments: Any) -> None:
         recurrent: Any = table.selected_module("recurrent", options.backend, _key(t, s, options), q.device)
         A_log, dt_bias = (None if x is None else x.contiguous() for x in (A_log, dt_bias))
         recurrent.recurrent(q, k, v, g, beta, A_log, dt_bias, slots, grid, options, s.o)
-    elif on_slots and s.o.numel() and not options.segment_chunks:
-        # The scan is the only launch that needs the states. It reads them from the pool and writes them back.
+    elif on_slots and s.o.numel() and (grid.sequences or not options.segment_chunks):
+        # The scan reads states from the pool, unless it runs segments, and writes them back.
         result, _ = delta_chunk.forward(t, options._replace(final_state=False), s.o, grid, slots)
         _store_checkpoints(t, s, result.states, slots, grid, options)
     else:
@@ -99,7 +99,7 @@ def _key(t: DeltaTensors, s: PoolCall, options: DeltaOptions) -> LaunchKey:
 def _run_on_gathered_states(t: DeltaTensors, s: PoolCall, slots: Slots, grid: ChunkGrid, options: DeltaOptions) -> None:
     """Gather states from slots (`enter`), run the differentiable implementation, scatter them back (`leave`).
 
-    The eager backend takes this path, and kernels for a low-rank rule, and for a call in segments or without tokens.
+    The eager backend takes this path, and kernels for a low-rank rule, and for a call without tokens or sequences.
     """
     stage: Any = table.kernel_module("state_pool", options.backend)
     entering = s.pool.new_empty(grid.sequences, *s.pool.shape[1:], dtype=options.state_dtype)

@@ -74,7 +74,7 @@ def make_plan(t: ServingTensors, flags: ServingFlags) -> DeltaOptions:
     q, k, v = in_autocast_dtype(*t[:3])
     t = t._replace(q=q, k=k, v=v)
     options = _options(t, flags, checked)
-    # The scan reads and writes the slots itself, unless segments or checkpoints make the states pass through copies.
+    # The scan reads and writes the slots itself, but states that enter segments, and checkpoints, pass through copies.
     # So do all states of a low-rank rule.
     low_rank = options.rule != "delta"
     passes = low_rank or (flags.chunked and (options.checkpoint_every or options.cut.chunks))

@@ -92,8 +92,8 @@ def scan(
         segments: Layout of the segments, whose sequences are those of the states; None if no sequence is cut.
         borders: [borders, HV, K, V] view, states entering the segments that do not begin a sequence.
         from_borders: Whether to run only those segments, or only the others; None if no sequence is cut.
-        slots: Slots of a pool, which then is both `initial_state` and `final_state`; None: states are indexed by
-            sequence.
+        slots: Slots of a pool, which then is `final_state`, and `initial_state` if no sequence is cut; None: states are
+            indexed by sequence.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
     concurrent = grid.sequences if segments is None else segments.expected
@@ -141,7 +141,7 @@ def scan(
             FOLDED=prepared.E is not None,
             ERASES=options.erases,
         ),
-        **slot_arguments(initial_state, slots),
+        **slot_arguments(slots),
         **config.options(),
     )
     if out_rows is not o:

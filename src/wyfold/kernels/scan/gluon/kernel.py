@@ -45,7 +45,7 @@ def wyfold_scan_gluon(
 
     i_n is the program's sequence of the chunk grid: its number n, or selected[n] + shift. With segments, the grid's
     sequences are segments, and segments.sequence[i_n] is the sequence that segment i_n belongs to. States are indexed
-    by sequence, or with slots by the sequence's slots.
+    by sequence, or with slots by the sequence's slots. With both, only the leaving states are in slots.
     """
     H: gl.constexpr = SIZES.H
     HV: gl.constexpr = SIZES.HV
@@ -72,9 +72,16 @@ def wyfold_scan_gluon(
     if segments.sequence is not None:
         i_n, i_border, begins, ends = segment_coords(i_n, segments.sequence, segments.first, N)
     if slots is not None:
-        i_n, begins, i_to, ends, live = slot_coords(
-            i_n, pool.source, s_source, pool.target, s_target, pool.given, slots, pad
-        )  # fmt: skip
+        if segments.sequence is None:
+            i_n, begins, i_to, ends, live = slot_coords(
+                i_n, pool.source, s_source, pool.target, s_target, pool.given, slots, pad
+            )  # fmt: skip
+        else:
+            # States enter from S0 by sequence: a slot may be written before the first segment has read it.
+            _, _, i_to, stored, live = slot_coords(
+                gl.minimum(i_n, N - 1), pool.source, s_source, pool.target, s_target, None, slots, pad
+            )  # fmt: skip
+            ends = ends & stored
         if not live:
             # The program of the first tile zeroes the output; the code below then sees no token.
             if i_v == 0:

@@ -87,12 +87,12 @@ class Coords(NamedTuple):
 
     Attributes:
         tile: Number of the first chunk's tile.
-        n: Index of the entering state: a sequence, or with slots a slot.
+        n: Index of the entering state: a sequence, or with slots and without segments a slot.
         to: Slot of the leaving state; None without slots, where it is n.
         border: Number of the border in front of the segment.
-        begins: Whether the segment begins its sequence; with slots, whether slot n holds a state.
+        begins: Whether the segment begins its sequence; with slots and without segments, whether slot n holds a state.
         exists: Whether the segment belongs to a sequence.
-        ends: Whether the segment ends its sequence; with slots, whether slot `to` is written.
+        ends: Whether the segment ends its sequence, and with slots, whether slot `to` is written.
         hv: Value head.
         b: Index in the batch.
         t: First token, in that row of the batch.

@@ -77,9 +77,9 @@ def scan(
         segments: Layout of the segments, whose sequences are those of the states; None if no sequence is cut.
         borders: [borders, HV, K, V] view, states entering the segments that do not begin a sequence.
         from_borders: Whether to run only those segments, or only the others; None if no sequence is cut.
-        slots: Uses `source`, `target`, `given`, `pad`. If given, `initial_state` and `final_state` are views of the
-            pool and no sequence is cut. Each sequence writes one slot, which no other reads. o is zero for sequences
-            without a live slot. None: states are indexed by sequence.
+        slots: Uses `source`, `target`, `given`, `pad`. If given, `final_state` is a view of the pool, and so is
+            `initial_state` if no sequence is cut. Each sequence writes one slot, which no other reads. o is zero for
+            sequences without a live slot. None: states are indexed by sequence.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
     concurrent = grid.sequences if segments is None else segments.expected
@@ -130,7 +130,7 @@ def scan(
             OP=operand(q.dtype),
             PRECISION=precision(q.dtype),
         ),
-        **slot_arguments(initial_state, slots),
+        **slot_arguments(slots),
         **config.options(contract=contracts(q.dtype)),
     )
 
@@ -154,18 +154,18 @@ def _descriptors(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[A
     return all_or_none(given, found)
 
 
-def slot_arguments(pool: Tensor | None, slots: Slots | None) -> dict[str, Any]:
-    """Kernel arguments of a call whose states enter from `pool`, by name; `slots` selects them.
+def slot_arguments(slots: Slots | None) -> dict[str, Any]:
+    """Kernel arguments of a call whose states are in slots, by name.
 
     Strides and numbers are separate parameters: the compiler must not specialise on their values.
     """
-    if slots is None or pool is None:
+    if slots is None or slots.leaving is None:
         return {"pool": Pool(), **dict.fromkeys(("s_source", "s_target", "slots", "pad"))}
     return {
         "pool": Pool(slots.source, slots.target, slots.given),
         "s_source": None if slots.source is None else slots.source.stride(0),
         "s_target": None if slots.target is None else slots.target.stride(0),
-        "slots": pool.shape[0],
+        "slots": slots.leaving.shape[0],
         "pad": slots.pad,
     }
 

@@ -48,7 +48,7 @@ def wyfold_scan_triton(
 
     i_n is the program's sequence of the chunk grid: its number n, or selected[n] + shift. With segments, the grid's
     sequences are segments, and segments.sequence[i_n] is the sequence that segment i_n belongs to. States are indexed
-    by sequence, or with slots by the sequence's slots.
+    by sequence, or with slots by the sequence's slots. With both, only the leaving states are in slots.
     """
     H: tl.constexpr = SIZES.H
     HV: tl.constexpr = SIZES.HV
@@ -71,10 +71,20 @@ def wyfold_scan_triton(
     i_c, b, t, length = sequence_span(i_n, packing, T, per_sequence, PACKED)
     i_tile = i_c * HV + i_hv
     begins, ends, i_border, i_from, i_to = True, True, i_n, i_n, i_n
+    if segments.sequence is not None:
+        i_n, i_border, begins, ends = segment_coords(i_n, segments.sequence, segments.first, N)
+        i_from, i_to = i_n, i_n
     if slots is not None:
-        i_from, begins, i_to, ends, live = slot_coords(
-            i_n, pool.source, s_source, pool.target, s_target, pool.given, slots, pad
-        )  # fmt: skip
+        if segments.sequence is None:
+            i_from, begins, i_to, ends, live = slot_coords(
+                i_n, pool.source, s_source, pool.target, s_target, pool.given, slots, pad
+            )  # fmt: skip
+        else:
+            # States enter from S0 by sequence: a slot may be written before the first segment has read it.
+            _, _, i_to, stored, live = slot_coords(
+                tl.minimum(i_n, N - 1), pool.source, s_source, pool.target, s_target, None, slots, pad
+            )  # fmt: skip
+            ends = ends & stored
         if not live:
             # Zero the output here; the code below then sees no token.
             for row in range(0, length, BT):
@@ -86,10 +96,6 @@ def wyfold_scan_triton(
     steps = (length // BT).to(tl.int32)
     if not USE_TMA:
         steps = tl.cdiv(length, BT).to(tl.int32)
-
-    if segments.sequence is not None:
-        i_n, i_border, begins, ends = segment_coords(i_n, segments.sequence, segments.first, N)
-        i_from, i_to = i_n, i_n
     inputs = Inputs(x_q, x_k, x_v, x_rows, x_total, x_E)
     b_S = load_end(
         StateAt(states.S0, states.s_S0, i_from, begins),
