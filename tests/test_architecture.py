@@ -330,6 +330,24 @@ def returned_values(node: ast.AST) -> Iterator[ast.expr]:
             yield from returned_values(child)
 
 
+def shapes_from_records(file: File) -> Iterator[ast.AST]:
+    """A shape in device code reads no field of a record of constants: Triton 3.6 and 3.7 refuse it (TRITON-13).
+
+    The interpreter accepts it, so only a compilation of that very branch would show it.
+    """
+    for function in file.nodes:
+        if isinstance(function, ast.FunctionDef) and on_device(function):
+            records = {a.arg for a in arguments_of(function) if a.annotation and dotted(a.annotation) == "tl.constexpr"}
+            for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+                for shape in (x for x in call.args if isinstance(x, ast.Tuple | ast.List)):
+                    fields = (x for x in ast.walk(shape) if isinstance(x, ast.Attribute))
+                    yield from (x for x in fields if dotted(x.value) in records)
+
+
+def arguments_of(function: ast.FunctionDef) -> list[ast.arg]:
+    return [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+
+
 def unlinked_todos(file: File) -> Iterator[ast.AST]:
     """A TODO has a link or a version."""
     for number, line in enumerate(file.text.splitlines(), 1):
@@ -353,6 +371,7 @@ PACKAGE_RULES = (
     missing_docstring,
     gate_kind,
     unnamed_results,
+    shapes_from_records,
     unlinked_todos,
 )
 
@@ -407,6 +426,10 @@ VIOLATIONS = {
     missing_docstring: ("tile/dot/eager.py", "x = 1"),
     gate_kind: ("kernels/scan/eager.py", "decay = exp(G) if G.shape[-1] == K else None"),
     unnamed_results: ("kernels/ttt/eager.py", "def back(x) -> tuple[Tensor, Tensor, Tensor, State]: ..."),
+    shapes_from_records: (
+        "kernels/scan/triton.py",
+        "@triton.jit\ndef zeros(SIZES: tl.constexpr):\n    return tl.zeros((SIZES.BT, 16), tl.float32)",
+    ),
     unlinked_todos: ("ops/kda.py", f"# {'TO' + 'DO'}: later"),
     environment_switches: ("tests/ops/test_kda.py", "slow = 'SLOW' in os.environ"),
     typed_in_tolerances: ("tests/ops/test_kda.py", "assert torch.allclose(a, b)"),
