@@ -93,7 +93,7 @@ def forward(
     initial, final = call.k_first(entering), call.k_first(leaving)
     q, k, v = (call.buffer(x) for x in (t.q, t.k, t.v))
     o = result.o.view(1, -1, *result.o.shape[2:]) if call.segments else result.o
-    at_borders = _at_borders(t, options)
+    at_borders = empty_at_borders(t, options)
     scan = partial(
         table.selected_module("scan", options.backend, call.scan_key(result), t.q.device).scan,
         *(q, k, v, prepared, initial, call.scan_grid, options, call.key, o, final, states, first),
@@ -117,7 +117,7 @@ def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
     """Allocate the tensors that `forward` saves, uninitialized, from metadata alone."""
     if not options.save:
         return []
-    at_borders = _at_borders(t, options)
+    at_borders = empty_at_borders(t, options)
     if not options.keep_factors:
         return at_borders
     prepare = table.kernel_module("prepare", options.backend)
@@ -225,7 +225,7 @@ def _write_gradients(call: KernelCall, do: Tensor, borders: TokenBorders, wanted
         gradients(*inputs, do, borders, call.grid, call.options, key, GradientOutputs(*tokens))
 
 
-def _at_borders(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
+def empty_at_borders(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
     """Allocate states at the segments' borders and maps of the segments before them, V-first; [] without borders."""
     borders, HV, K, V = most_borders(t, options), t.v.shape[2], t.q.shape[3], t.v.shape[3]
     if not borders:

@@ -13,10 +13,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from wyfold.autograd.delta_chunk import pass_through
+from wyfold.autograd.delta_chunk import empty_at_borders, pass_through
 from wyfold.autograd.delta_records import (
     INITIAL_STATE,
     DeltaBackwardInputs,
@@ -80,8 +79,7 @@ class LowRankCall:
         w = None if t.w is None else self.buffer(t.w)
         scan, scan_bwd = self.stage("scan").scan, self.stage("scan_bwd").scan_bwd
         fold = self.stage("segment_fold").segment_fold
-        layout = segments, t.cu_seqlens is not None
-        return SegmentedScans(self.buffer(t.v), w, prepared, *layout, options, self.key, scan, scan_bwd, fold)
+        return SegmentedScans(self.buffer(t.v), w, prepared, segments, options, self.key, scan, scan_bwd, fold)
 
     def k_first(self, states: Tensor | None) -> Tensor | None:
         """View the caller's states K-first; None for None."""
@@ -107,10 +105,10 @@ def forward(
         rows = result.states if t.cu_seqlens is not None else result.states.flatten(0, 1)
         states, first = call.k_first(rows), grid.first_states(t.q.device)
     initial, final = call.k_first(t.initial_state), call.k_first(result.final_state if options.final_state else None)
-    at_borders: list[Tensor] = []
-    if most_borders(t, options):
+    at_borders = empty_at_borders(t, options)
+    if at_borders:
         o = result.o.view(1, -1, *result.o.shape[2:])
-        at_borders = [*call.segmented(grid, prepared).forward(initial, o, final)]
+        call.segmented(grid, prepared).forward(initial, o, final, *at_borders)
     else:
         call.stage("scan").scan(t.v, t.w, prepared, initial, grid, options, call.key, result.o, final, states, first)
     return result, [*(at_borders if options.save else []), *(factors_to_list(prepared) if keep else [])]
@@ -120,8 +118,7 @@ def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
     """Allocate the tensors that `forward` saves, uninitialized, from metadata alone."""
     if not options.save:
         return []
-    borders, (HV, V), K = most_borders(t, options), t.v.shape[2:], t.q.shape[3]
-    at_borders = [t.q.new_empty(borders, HV, W, K, dtype=torch.float32) for W in (V, K)] if borders else []
+    at_borders = empty_at_borders(t, options)
     if not options.keep_factors:
         return at_borders
     prepare: Any = table.kernel_module(options.stage("prepare"), options.backend)

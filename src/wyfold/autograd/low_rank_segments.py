@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wyfold.kernels.records import LowRankPrepared
+from wyfold.kernels.records import LowRankPrepared, TokenBorders
 from wyfold.runtime.chunk_layout import Segments
 from wyfold.runtime.kernel_configs import LaunchKey
 from wyfold.runtime.options import DeltaOptions
@@ -32,7 +32,6 @@ class SegmentedScans(NamedTuple):
         v, w: [1, B T, HV, V] values and their factors, or None for 1.
         prepared: Factors of the call's chunks.
         segments: Layout of the segments.
-        packed: Whether the call is packed, so that some of the borders may not be in use.
         options, key: Of the call.
         scan, scan_bwd, fold: Launches of `low_rank_scan`, `low_rank_scan_bwd` and `segment_fold`.
     """
@@ -41,39 +40,30 @@ class SegmentedScans(NamedTuple):
     w: Tensor | None
     prepared: LowRankPrepared
     segments: Segments
-    packed: bool
     options: DeltaOptions
     key: LaunchKey
     scan: Any
     scan_bwd: Any
     fold: Any
 
-    def forward(self, initial: Tensor | None, o: Tensor, final: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, initial: Tensor | None, o: Tensor, final: Tensor | None, states: Tensor, maps: Tensor) -> None:
         """Run all segments from the states that enter them.
 
         Args:
             initial: [N, HV, K, V] view of the caller's states, or None for zeros.
             o: [1, B T, HV, V] written.
             final: [N, HV, K, V] view, written, or None.
-
-        Returns:
-            [borders, HV, V, K] states at the borders; [borders, HV, K, K] maps of the segments before them.
+            states, maps: [borders, HV, V, K] and [borders, HV, K, K], written with the states at the borders and the
+                maps of the segments before them. Rows of borders that are not in use are left as they are.
         """
-        K, segments = self.prepared.rows.shape[2], self.segments
-        entering = self._at_ends(initial, segments.first[:-1])
-        states = torch.empty_like(entering)
-        self._scan(self.v, self.w, entering, None, states)
-        identity = torch.eye(K, dtype=torch.float32, device=self.v.device).expand(*states.shape[:2], K, K)
-        maps, zeros = torch.empty_like(identity, memory_format=torch.contiguous_format), self.v.new_zeros(())
-        self._scan(zeros.expand(*self.v.shape[:3], K), None, identity, None, maps)
-        states, maps = states[segments.leading], maps[segments.leading]
-        maps += 0.0  # negative zeros would mark a map of zeros to the fold
+        run = partial(self.scan, self.v, self.w, self.prepared)
+        more = {"states": None, "first_state": None, "segments": self.segments}
+        common = self.segments.grid, self.options
+        run(initial, *common, self.key, None, None, **more, borders=states.mT, part="states")
+        key = self.key._replace(V=maps.shape[3])
+        run(None, *common, key, None, None, **more, borders=maps.mT, part="maps")
         self._fold(states, maps, reverse=False)
-        leaving = None if final is None else torch.empty_like(entering)
-        self._scan(self.v, self.w, self.entering(initial, states), o, leaving)
-        if final is not None and leaving is not None:
-            final.copy_(leaving[segments.first[1:] - 1].mT)
-        return states, maps
+        run(initial, *common, self.key, o, final, **more, borders=states.mT)
 
     def backward(
         self,
@@ -84,7 +74,7 @@ class SegmentedScans(NamedTuple):
         dST: Tensor | None,
         dS0: Tensor | None,
         out: tuple[Tensor | None, Tensor | None],
-    ) -> Any:
+    ) -> TokenBorders:
         """Run all segments back, from the gradients of the states that leave them.
 
         Args:
@@ -94,46 +84,14 @@ class SegmentedScans(NamedTuple):
         Returns:
             The borders of every chunk, as `low_rank_scan_bwd` returns them.
         """
-        segments = self.segments
-        leaving = self._at_ends(dST, segments.first[1:] - 1)
-        dentering = torch.empty_like(leaving)
+        gradients = torch.empty_like(states)
         run = partial(self.scan_bwd, self.v, self.w, self.prepared)
-        more = segments.grid, self.options, self.key, dentering.mT
-        run(None, do, leaving.mT, *more, (None, None), half="reverse")
-        gradients = dentering[segments.leading + 1]
+        at_borders = {"segments": self.segments, "entering": states.mT, "leaving": gradients.mT}
+        common = self.segments.grid, self.options, self.key
+        run(None, do, dST, *common, None, (None, None), **at_borders, part="states")
         self._fold(gradients, maps, reverse=True)
-        self._put(leaving, segments.leading, gradients)
-        borders = run(self.entering(initial, states).mT, do, leaving.mT, *more, out)
-        if dS0 is not None:
-            dS0.copy_(dentering[segments.first[:-1]].mT)
-        return borders
-
-    def entering(self, initial: Tensor | None, states: Tensor) -> Tensor:
-        """States that enter all segments, given those at the borders.   [segments, HV, V, K]"""
-        found = self._at_ends(initial, self.segments.first[:-1])
-        self._put(found, self.segments.leading + 1, states)
+        found: TokenBorders = run(initial, do, dST, *common, dS0, out, **at_borders)
         return found
-
-    def _at_ends(self, given: Tensor | None, numbers: Tensor) -> Tensor:
-        """The caller's states [N, HV, K, V], or their gradients, at these segments; zeros at others."""
-        (HV, V), K, count = self.v.shape[2:], self.prepared.rows.shape[2], self.segments.grid.sequences
-        found = self.v.new_zeros(count, HV, V, K, dtype=torch.float32)
-        if given is not None:
-            found.index_copy_(0, numbers, given.mT.to(torch.float32))
-        return found
-
-    def _put(self, states: Tensor, numbers: Tensor, at_borders: Tensor) -> None:
-        """Write the states of borders to these segments; borders that are not in use change nothing."""
-        if self.packed:
-            sequence, leading = self.segments.sequence, self.segments.leading
-            used = (sequence[leading] == sequence[leading + 1]) & (sequence[leading] < self.segments.sequences)
-            at_borders = torch.where(used[:, None, None, None], at_borders, states[numbers])
-        states.index_copy_(0, numbers, at_borders)
-
-    def _scan(self, v: Tensor, w: Tensor | None, entering: Tensor, o: Tensor | None, leaving: Tensor | None) -> None:
-        """Scan all segments from these states."""
-        key, final = self.key._replace(V=v.shape[3]), None if leaving is None else leaving.mT
-        self.scan(v, w, self.prepared, entering.mT, self.segments.grid, self.options, key, o, final, None, None)
 
     def _fold(self, states: Tensor, maps: Tensor, *, reverse: bool) -> None:
         self.fold(states.mT, maps.mT, self.segments, reverse=reverse, dtype=self.v.dtype)

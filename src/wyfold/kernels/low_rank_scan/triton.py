@@ -16,7 +16,7 @@ from torch import Tensor
 
 from wyfold.kernels.records import LowRankPrepared
 from wyfold.kernels.scan.triton.arguments import States
-from wyfold.runtime.chunk_layout import ChunkGrid
+from wyfold.runtime.chunk_layout import ChunkGrid, Segments
 from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
@@ -32,6 +32,7 @@ from wyfold.tile.index.triton import (
     store_tokens,
     strides,
 )
+from wyfold.tile.index.triton.slots import segment_coords
 from wyfold.tile.state.triton import StateAt, advance, load_end, store_state
 
 
@@ -47,22 +48,30 @@ def scan(
     final_state: Tensor | None,
     states: Tensor | None,
     first_state: Tensor | None,
+    segments: Segments | None = None,
+    borders: Tensor | None = None,
+    part: str = "outputs",
 ) -> None:
-    """Run every sequence from its entering state.
+    """Run every sequence, or segment, from its entering state.
 
     Args:
         v, w: [B, T, HV, V] values and their factors, or None for 1.
         prepared: From `low_rank_prepare`.
         initial_state: [N, HV, K, V] view of any strides and float dtype, or None (zeros).
-        grid: Chunk grid of the call.
+        grid: Chunk grid of the call, or of the segments.
         options: Uses `scale`, `checkpoint_every`.
         key: Key of the launch configuration.
         o: [B, T, HV, V] written, or None: states alone are computed.
         final_state: [N, HV, K, V] view, written, or None.
         states: [rows, HV, K, V] view, written with the states after every `checkpoint_every` tokens, or None.
         first_state: [N] int64 first row in `states` of each sequence.
+        segments: Layout of the segments if sequences are cut; tokens are then one buffer, [1, B T, ..].
+        borders: [borders, HV, K, V] view, states at the borders between segments.
+        part: "outputs", from the states at `borders`. "states" or "maps": write `borders` alone, with the states at the
+            ends of segments if zeros enter those that begin no sequence, or with the segments' maps (V = K).
     """
-    (HV, V), K, C = v.shape[2:], prepared.rows.shape[2], grid.chunk_size
+    HV, K, C = v.shape[2], prepared.rows.shape[2], grid.chunk_size
+    V = K if part == "maps" else v.shape[3]
     config = tuned("low_rank_scan.triton", key, v.device)
     BV = min(config.blocks["BV"], tile_width(V))
     launch_kernel(
@@ -81,12 +90,13 @@ def scan(
             first_kept=first_state,
         ),
         packing=Packing(cu=grid.cu, first=grid.first),
+        segments=Borders.of(segments, borders),
         T=grid.tokens,
         per_sequence=grid.per_sequence,
         scale=options.scale,
         every=max(1, options.checkpoint_every // C),
         SIZES=Sizes(HV=HV, K=K, V=V, BT=C, BK=tile_width(K), BV=BV, STAGES=config.stages),
-        FLAGS=Flags(PACKED=grid.cu is not None, OP=operand(v.dtype), PRECISION=precision(v.dtype)),
+        FLAGS=Flags(PACKED=grid.cu is not None, PART=part, OP=operand(v.dtype), PRECISION=precision(v.dtype)),
         **config.options(contract=contracts(v.dtype)),
     )
 
@@ -97,6 +107,30 @@ class Output(NamedTuple):
     o: Any
     s_o: Any
     end: None = None
+
+
+class Borders(NamedTuple):
+    """Kernel argument: segments of N sequences.
+
+    Attributes:
+        p, s: States at the borders between segments, and their strides.
+        sequence: Sequence of each segment.
+        first: First segment of each sequence.
+    """
+
+    p: Any
+    s: Any
+    sequence: Any
+    first: Any
+    N: Any
+    end: None = None
+
+    @classmethod
+    def of(cls, segments: Segments | None, states: Tensor | None) -> Borders:
+        """The segments of a call, with these states at their borders; all None if no sequence is cut."""
+        if segments is None:
+            return cls(None, None, None, None, None)
+        return cls(states, strides(states), segments.sequence, segments.first, segments.sequences)
 
 
 class Sizes(NamedTuple):
@@ -112,17 +146,19 @@ class Sizes(NamedTuple):
 
 
 class Flags(NamedTuple):
-    """Constexprs: whether the batch is packed; dtype and precision of products."""
+    """Constexprs: whether the batch is packed; which part of a scan is run; dtype and precision of products."""
 
     PACKED: bool
+    PART: str
     OP: Any
     PRECISION: str | None
 
 
 @triton.jit(do_not_specialize=["T", "per_sequence", "scale", "every"])
 def wyfold_low_rank_scan_triton(
-    values, factors, output, states, packing, T, per_sequence, scale, every, SIZES: tl.constexpr, FLAGS: tl.constexpr
-):
+    values, factors, output, states, packing, segments, T, per_sequence, scale, every,
+    SIZES: tl.constexpr, FLAGS: tl.constexpr,
+):  # fmt: skip
     """One program owns BV value rows of one state; the tiles of a head are neighbours, so that they share factors in
     L2."""
     HV: tl.constexpr = SIZES.HV
@@ -133,19 +169,29 @@ def wyfold_low_rank_scan_triton(
     BV: tl.constexpr = SIZES.BV
     OP: tl.constexpr = FLAGS.OP
     PRECISION: tl.constexpr = FLAGS.PRECISION
+    PART: tl.constexpr = FLAGS.PART
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
     i_v, i_hv, i_n = pid % NV, (pid // NV) % HV, pid // (NV * HV)
     column = (i_v * BV).to(tl.int32)
     i_c, b, t, length = sequence_span(i_n, packing, T, per_sequence, FLAGS.PACKED)
-    nowhere = StateAt(None, None, 0, False)
-    b_S = load_end(StateAt(states.S0, states.s_S0, i_n, True), nowhere, i_hv, column, K, V, BK, BV)
+    begins, ends, i_border, border = True, True, i_n, StateAt(None, None, 0, False)
+    if segments.sequence is not None:
+        i_n, i_border, begins, ends = segment_coords(i_n, segments.sequence, segments.first, segments.N)
+        if PART == "outputs":
+            border = StateAt(segments.p, segments.s, i_border - 1, i_n < segments.N)
+    b_S = load_end(StateAt(states.S0, states.s_S0, i_n, begins), border, i_hv, column, K, V, BK, BV)
+    if PART == "maps":
+        b_S = tl.where((column + tl.arange(0, BV))[:, None] == tl.arange(0, BK)[None, :], 1.0, 0.0)
     for i in tl.range(0, tl.cdiv(length, BT).to(tl.int32), num_stages=SIZES.STAGES):
         i_tile = (i_c + i) * HV + i_hv
         at = TokenRows(b, t + i * BT, length - i * BT, T)
         b_rows = load_tile(factors.rows, i_tile, 0, 0, BT, K, BT, BK)
         b_q = load_tile(factors.q, i_tile, 0, 0, BT, K, BT, BK)
-        b_v = load_values(values, at, i_hv, column, V, BT, BV)
+        if PART == "maps":
+            b_v = tl.zeros((BT, BV), OP)
+        else:
+            b_v = load_values(values, at, i_hv, column, V, BT, BV)
         b_FT = load_upper(factors.F, i_tile, BT)
         b_E = load_tile(factors.E, i_tile, 0, 0, BT, K, BT, BK)
         total = load_vector(factors.total, i_tile, K, BK, False)[None, :]
@@ -167,5 +213,10 @@ def wyfold_low_rank_scan_triton(
             if ((i + 1) % every == 0) & (length >= (i + 1) * BT):
                 i_state = (i + 1) // every - 1 + tl.load(states.first_kept + i_n)
                 store_state(states.kept, states.s_kept, i_state, i_hv, column, b_S, K, V, BK, BV)
+    if PART != "outputs":
+        if (i_n < segments.N) & (ends == 0):
+            # Negative zeros would mark a map of zeros to `segment_fold`.
+            store_state(segments.p, segments.s, i_border, i_hv, column, b_S + 0.0, K, V, BK, BV)
     if states.ST is not None:
-        store_state(states.ST, states.s_ST, i_n, i_hv, column, b_S, K, V, BK, BV)
+        if ends:
+            store_state(states.ST, states.s_ST, i_n, i_hv, column, b_S, K, V, BK, BV)

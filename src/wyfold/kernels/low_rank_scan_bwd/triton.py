@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wyfold.kernels.low_rank_scan.triton import Flags, Sizes
+from wyfold.kernels.low_rank_scan.triton import Borders, Flags, Sizes
 from wyfold.kernels.records import LowRankPrepared, TokenBorders
 from wyfold.kernels.scan_bwd.triton.arguments import States
-from wyfold.runtime.chunk_layout import ChunkGrid
+from wyfold.runtime.chunk_layout import ChunkGrid, Segments
 from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
@@ -40,6 +40,7 @@ from wyfold.tile.index.triton import (
     store_tokens,
     strides,
 )
+from wyfold.tile.index.triton.slots import segment_coords
 from wyfold.tile.state.triton import StateAt, advance, load_end, store_state
 
 
@@ -55,7 +56,10 @@ def scan_bwd(
     key: LaunchKey,
     dS0: Tensor | None,
     out: tuple[Tensor | None, Tensor | None],
-    half: str = "both",
+    segments: Segments | None = None,
+    entering: Tensor | None = None,
+    leaving: Tensor | None = None,
+    part: str = "outputs",
 ) -> TokenBorders:
     """States and their gradients at the borders of every chunk, and the gradients of values.
 
@@ -70,7 +74,10 @@ def scan_bwd(
         key: Key of the launch configuration.
         dS0: [N, HV, K, V] view, written, or None.
         out: Gradients of v and w, written where tokens belong to a sequence; None where one is not requested.
-        half: "both", or "reverse": dS0 and `out` alone are of use then.
+        segments: Layout of the segments if sequences are cut; tokens are then one buffer, [1, B T, ..].
+        entering, leaving: [borders, HV, K, V] views, states at the borders between segments, and their gradients.
+        part: "outputs". "states": write `leaving` alone, with the gradients of the states at the beginnings of segments
+            if those of the states at the ends of segments that end no sequence are zero.
 
     Returns:
         The borders; `e` is W.
@@ -87,7 +94,7 @@ def scan_bwd(
     programs = grid.sequences * HV * -(-V // BV)
     launch_kernel(
         wyfold_low_rank_scan_bwd_triton,
-        programs if half == "reverse" else 2 * programs,  # the reverse half is the first
+        2 * programs if part == "outputs" else programs,  # the reverse half is the first
         values=Values(v=v, s_v=v.stride(), w=w, s_w=strides(w)),
         factors=prepared,
         borders=found,
@@ -98,13 +105,15 @@ def scan_bwd(
             S0=initial_state, s_S0=strides(initial_state), dST=dST, s_dST=strides(dST), dS0=dS0, s_dS0=strides(dS0)
         ),
         packing=Packing(cu=grid.cu, first=grid.first),
+        entering=Borders.of(segments, entering),
+        leaving=Borders.of(segments, leaving),
         N=grid.sequences,
         T=grid.tokens,
         per_sequence=grid.per_sequence,
         unit=options.unit,
         scale=options.scale / options.unit,
         SIZES=Sizes(HV=HV, K=K, V=V, BT=C, BK=tile_width(K), BV=BV, STAGES=config.stages),
-        FLAGS=Flags(PACKED=grid.cu is not None, OP=operand(v.dtype), PRECISION=precision(v.dtype)),
+        FLAGS=Flags(PACKED=grid.cu is not None, PART=part, OP=operand(v.dtype), PRECISION=precision(v.dtype)),
         **config.options(contract=contracts(v.dtype)),
     )  # fmt: skip
     return found
@@ -129,7 +138,7 @@ class Gradients(NamedTuple):
 
 @triton.jit(do_not_specialize=["N", "T", "per_sequence", "unit", "scale"])
 def wyfold_low_rank_scan_bwd_triton(
-    values, factors, borders, gradients, states, packing, N, T, per_sequence, unit, scale,
+    values, factors, borders, gradients, states, packing, entering, leaving, N, T, per_sequence, unit, scale,
     SIZES: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
     """One program owns BV value rows of one state, or of its gradient."""
@@ -139,6 +148,7 @@ def wyfold_low_rank_scan_bwd_triton(
     BT: tl.constexpr = SIZES.BT
     BK: tl.constexpr = SIZES.BK
     BV: tl.constexpr = SIZES.BV
+    PART: tl.constexpr = FLAGS.PART
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
     half = N * HV * NV
@@ -148,9 +158,15 @@ def wyfold_low_rank_scan_bwd_triton(
     column = (i_v * BV).to(tl.int32)
     i_c, b, t, length = sequence_span(i_n, packing, T, per_sequence, FLAGS.PACKED)
     steps = tl.cdiv(length, BT).to(tl.int32)
-    nowhere = StateAt(None, None, 0, False)
+    begins, ends, i_border, nowhere = True, True, i_n, StateAt(None, None, 0, False)
+    before, after = nowhere, nowhere
+    if entering.sequence is not None:
+        i_n, i_border, begins, ends = segment_coords(i_n, entering.sequence, entering.first, entering.N)
+        before = StateAt(entering.p, entering.s, i_border - 1, i_n < entering.N)
+        if PART == "outputs":
+            after = StateAt(leaving.p, leaving.s, i_border, i_n < entering.N)
     if reverse:
-        b_dS = load_end(StateAt(states.dST, states.s_dST, i_n, True), nowhere, i_hv, column, K, V, BK, BV)
+        b_dS = load_end(StateAt(states.dST, states.s_dST, i_n, ends), after, i_hv, column, K, V, BK, BV)
         unit = tl.where(length > 0, unit, 1.0)  # without a token the gradient passes through unchanged
         b_dS *= 1.0 / unit
         for j in tl.range(0, steps, num_stages=SIZES.STAGES):
@@ -161,10 +177,14 @@ def wyfold_low_rank_scan_bwd_triton(
                 SIZES, FLAGS,
             )  # fmt: skip
         b_dS *= unit
-        if states.dS0 is not None:
-            store_state(states.dS0, states.s_dS0, i_n, i_hv, column, b_dS, K, V, BK, BV)
+        if PART != "outputs":
+            if (i_n < entering.N) & (begins == 0):
+                store_state(leaving.p, leaving.s, i_border - 1, i_hv, column, b_dS, K, V, BK, BV)
+        elif states.dS0 is not None:
+            if begins:
+                store_state(states.dS0, states.s_dS0, i_n, i_hv, column, b_dS, K, V, BK, BV)
     else:
-        b_S = load_end(StateAt(states.S0, states.s_S0, i_n, True), nowhere, i_hv, column, K, V, BK, BV)
+        b_S = load_end(StateAt(states.S0, states.s_S0, i_n, begins), before, i_hv, column, K, V, BK, BV)
         for i in tl.range(0, steps, num_stages=SIZES.STAGES):
             at = TokenRows(b, t + i * BT, length - i * BT, T)
             b_S = _forward_step(b_S, values, factors, borders, (i_c + i) * HV + i_hv, at, i_hv, column, SIZES, FLAGS)
