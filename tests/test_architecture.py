@@ -514,7 +514,7 @@ def has_eager(folder: Path) -> bool:
 
 
 # Without an eager version. PyTorch has one kind of product; a device has several, which `dot` chooses among. A ring of
-# stages has no counterpart in PyTorch; the emulator's tests of the kernels that use it are its tests.
+# stages has no counterpart in PyTorch; its test is tests/emulator/test_pipeline.py.
 WITHOUT_EAGER = {PACKAGE / "tile" / "dot", PACKAGE / "kernels" / "pipeline"}
 
 

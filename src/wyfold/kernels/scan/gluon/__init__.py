@@ -28,30 +28,19 @@ stored through pointers.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
+from wyfold.kernels.pipeline.gluon import Sizes, chunk_descriptors
 from wyfold.kernels.records import Prepared, Slots
-from wyfold.kernels.scan.gluon.arguments import Sizes, States, Tokens
-from wyfold.kernels.scan.gluon.kernel import wyfold_scan_gluon
+from wyfold.kernels.scan.gluon.kernel import States, Tokens, wyfold_scan_gluon
 from wyfold.kernels.scan.triton import scan_key, sequences_to_run, slot_arguments
 from wyfold.kernels.scan.triton.arguments import segment_tables
 from wyfold.runtime.chunk_layout import ChunkGrid, Segments
 from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
-from wyfold.tile.index.gluon import gluon_descriptors
 from wyfold.tile.index.triton import Packing, strides
-from wyfold.tile.index.triton.descriptors import (
-    all_or_none,
-    require_descriptors,
-    tile_descriptor,
-    tma_readable,
-    token_descriptor,
-    upper_descriptor,
-    vector_descriptor,
-)
+from wyfold.tile.index.triton.descriptors import tma_readable
 
 
 def scan(
@@ -103,8 +92,10 @@ def scan(
     if prepared.q is None:
         q, k = tma_readable(q, C, K), tma_readable(k, C, K)
     v, out_rows = tma_readable(v, C, BV // parts), tma_readable(o, C, BV // parts)
-    x_q, x_k, x_v, x_rows, x_total, x_write, x_F, x_o = require_descriptors(
-        "scan", _descriptors(q, k, v, prepared, out_rows, C, BV // parts)
+    folded = prepared.E is not None
+    squares = (None, prepared.F) if folded else (prepared.W, prepared.FB)
+    x_q, x_k, x_v, x_o, x_rows, x_total, x_E, x_W, x_F = chunk_descriptors(
+        "scan", q, k, (v, out_rows), prepared, squares, C, BV // parts
     )
     launch_kernel(
         wyfold_scan_gluon,
@@ -114,7 +105,7 @@ def scan(
         x_v=x_v,
         x_rows=x_rows,
         x_total=x_total,
-        x_write=x_write,
+        x_write=x_E if folded else x_W,
         x_F=x_F,
         x_o=x_o,
         tokens=Tokens(h_q=q.stride(2), h_k=k.stride(2), h_v=v.stride(2), o=out_rows, s_o=out_rows.stride()),
@@ -134,35 +125,16 @@ def scan(
             BT=C,
             BV=BV,
             PARTS=parts,
-            OUT=out,
             STAGES=config.stages,
             PACKED=grid.cu is not None,
             CHANNEL=prepared.q is not None,
-            FOLDED=prepared.E is not None,
+            FOLDED=folded,
             ERASES=options.erases,
+            OUT=out,
+            IN_PLACE=out == 0,
         ),
         **slot_arguments(slots),
         **config.options(),
     )
     if out_rows is not o:
         o.copy_(out_rows)
-
-
-def _descriptors(q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, o: Tensor, C: int, BW: int) -> list[Any] | None:
-    """The kernel's first arguments, as descriptors where TMA accesses them; None if one cannot have a descriptor."""
-    rows, total, q_tiles, k_tiles, E, F, W, FB = prepared[:8]
-    K, channel = q.shape[3], q_tiles is not None
-    write, F = (W, FB) if E is None else (E, F)  # the kernel's x_write and x_F: W and F beta, or if folded E and F
-    given = q, k, v, rows, total, write, F, o
-    found = (
-        tile_descriptor(q_tiles, C, K) if q_tiles is not None else token_descriptor(q, C, K),
-        tile_descriptor(k_tiles, C, K) if k_tiles is not None else token_descriptor(k, C, K),
-        token_descriptor(v, C, BW),
-        vector_descriptor(rows.flatten(1), 4 * C),
-        vector_descriptor(total, K) if channel else total,
-        None if write is None else tile_descriptor(write, C, K) if write is E else upper_descriptor(write),
-        None if F is None else upper_descriptor(F),
-        token_descriptor(o, C, BW),
-    )
-    descriptors = all_or_none(given, found)
-    return None if descriptors is None else gluon_descriptors(descriptors)

@@ -22,17 +22,19 @@ do.
 A half that needs fewer tiles leaves its stages partly unused: x holds v or do, square W or F. A partial chunk is a
 separate step, last in the forward half and first in the reverse half. Its rows past the last token are cleared in
 shared memory first.
+
+The ring and the producer are not those of `kernels/pipeline`. On that ring the assembler orders the instructions of
+this kernel's loops otherwise, and it took up to 16 % longer on an H200 (docs/log/operators.md).
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
+from wyfold.kernels.pipeline.gluon import Sizes, chunk_descriptors
 from wyfold.kernels.records import Prepared, TokenBorders
-from wyfold.kernels.scan_bwd.gluon.arguments import Heads, Sizes
 from wyfold.kernels.scan_bwd.gluon.kernel import wyfold_scan_bwd_gluon
+from wyfold.kernels.scan_bwd.gluon.program import Heads
 from wyfold.kernels.scan_bwd.triton import Half, programs, scan_bwd_key
 from wyfold.kernels.scan_bwd.triton.arguments import States, segment_tables
 from wyfold.runtime.chunk_layout import ChunkGrid, Segments
@@ -41,15 +43,7 @@ from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.index.gluon import gluon_descriptors
 from wyfold.tile.index.triton import Packing, strides
-from wyfold.tile.index.triton.descriptors import (
-    all_or_none,
-    require_descriptors,
-    tile_descriptor,
-    tma_readable,
-    token_descriptor,
-    upper_descriptor,
-    vector_descriptor,
-)
+from wyfold.tile.index.triton.descriptors import all_or_none, require_descriptors, tile_descriptor, tma_readable
 
 
 def scan_bwd(
@@ -96,9 +90,13 @@ def scan_bwd(
     if prepared.q is None:
         q, k = tma_readable(q, C, K), tma_readable(k, C, K)
     v, do = tma_readable(v, C, BV // parts), tma_readable(do, C, BV // parts)
-    x_q, x_k, x_v, x_do, x_rows, x_total, x_E, x_F, x_W, x_S, x_dS, x_e, x_X = require_descriptors(
-        "scan_bwd", _descriptors(q, k, v, prepared, do, borders, C, BV // parts)
+    BW, results = BV // parts, borders[:4]
+    x_q, x_k, x_v, x_do, x_rows, x_total, x_E, x_F, x_W = chunk_descriptors(
+        "scan_bwd", q, k, (v, do), prepared, (prepared.F, prepared.W), C, BW
     )
+    sizes = (BW, K), (BW, K), (C, BW), (C, BW)
+    blocks = [tile_descriptor(x, *size) for x, size in zip(results, sizes, strict=True)]
+    x_S, x_dS, x_e, x_X = gluon_descriptors(require_descriptors("scan_bwd", all_or_none(results, blocks)))
     launch_kernel(
         wyfold_scan_bwd_gluon,
         halves * grid.sequences * HV * (V // BV),
@@ -143,33 +141,3 @@ def scan_bwd(
         ),
         **config.options(),
     )
-
-
-def _descriptors(
-    q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, do: Tensor, borders: TokenBorders, C: int, BW: int
-) -> list[Any] | None:
-    """The kernel's first arguments, as descriptors where TMA accesses them; None if one cannot have a descriptor."""
-    rows, total, q_tiles, k_tiles, E, F, W = prepared[:7]
-    K, channel = q.shape[3], q_tiles is not None
-    if W is None:
-        return None
-    given = q, k, v, do, rows, total, E, F, W, *borders[:4]
-    descriptors = all_or_none(
-        given,
-        (
-            tile_descriptor(q_tiles, C, K) if q_tiles is not None else token_descriptor(q, C, K),
-            tile_descriptor(k_tiles, C, K) if k_tiles is not None else token_descriptor(k, C, K),
-            token_descriptor(v, C, BW),
-            token_descriptor(do, C, BW),
-            vector_descriptor(rows.flatten(1), 4 * C),
-            vector_descriptor(total, K) if channel else total,
-            None if E is None else tile_descriptor(E, C, K),
-            None if F is None else upper_descriptor(F),
-            upper_descriptor(W),
-            tile_descriptor(borders.S, BW, K),
-            tile_descriptor(borders.dS, BW, K),
-            tile_descriptor(borders.e, C, BW),
-            tile_descriptor(borders.X, C, BW),
-        ),
-    )
-    return None if descriptors is None else gluon_descriptors(descriptors)

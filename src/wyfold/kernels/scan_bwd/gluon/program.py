@@ -1,8 +1,17 @@
-"""What the partitions of a program share: shared memory, descriptors, pointers and coordinates."""
+"""Records of `scan_bwd` in Gluon: an argument, and what the partitions of a program share."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+
+
+class Heads(NamedTuple):
+    """Kernel argument: distances between heads of q, k, v and do."""
+
+    h_q: Any
+    h_k: Any
+    h_v: Any
+    h_do: Any
 
 
 class Smem(NamedTuple):

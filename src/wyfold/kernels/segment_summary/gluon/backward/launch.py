@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
+from wyfold.kernels.pipeline.gluon import Sizes, chunk_descriptors
 from wyfold.kernels.records import Prepared
-from wyfold.kernels.segment_summary.gluon.backward.kernel import wyfold_segment_summary_bwd_gluon
-from wyfold.kernels.segment_summary.gluon.backward.program import Heads, Sizes
+from wyfold.kernels.segment_summary.gluon.backward.kernel import Heads, wyfold_segment_summary_bwd_gluon
 from wyfold.kernels.segment_summary.triton.arguments import Gradients, SegmentIndex
 from wyfold.runtime.chunk_layout import Segments
 from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
-from wyfold.tile.index.gluon import gluon_descriptors
 from wyfold.tile.index.triton import Packing, strides
-from wyfold.tile.index.triton.descriptors import (
-    all_or_none,
-    require_descriptors,
-    tile_descriptor,
-    tma_readable,
-    token_descriptor,
-    upper_descriptor,
-    vector_descriptor,
-)
+from wyfold.tile.index.triton.descriptors import tma_readable
 
 
 def segment_summary_bwd(
@@ -61,8 +50,10 @@ def segment_summary_bwd(
     if prepared.q is None:
         q, k = tma_readable(q, grid.chunk_size, K), tma_readable(k, grid.chunk_size, K)
     do = tma_readable(do, grid.chunk_size, BV // parts)
-    x_q, x_k, x_do, x_rows, x_total, x_F, x_write = require_descriptors(
-        "segment_summary", _descriptors(q, k, prepared, do, grid.chunk_size, BV // parts)
+    folded = prepared.E is not None
+    squares = prepared.F, None if folded else prepared.W
+    x_q, x_k, x_do, x_rows, x_total, x_E, x_F, x_W = chunk_descriptors(
+        "segment_summary", q, k, (do,), prepared, squares, grid.chunk_size, BV // parts
     )
     launch_kernel(
         wyfold_segment_summary_bwd_gluon,
@@ -73,7 +64,7 @@ def segment_summary_bwd(
         x_rows=x_rows,
         x_total=x_total,
         x_F=x_F,
-        x_write=x_write,
+        x_write=x_E if folded else x_W,
         p_rows=prepared.rows if horizon else None,
         heads=Heads(h_q=q.stride(2), h_k=k.stride(2), h_do=do.stride(2)),
         gradients=Gradients(dST=dST, s_dST=strides(dST), c=c, s_c=strides(c)),
@@ -90,27 +81,10 @@ def segment_summary_bwd(
             BT=grid.chunk_size,
             BV=BV,
             PARTS=parts,
-            CHANNEL=prepared.q is not None,
-            FOLDED=prepared.E is not None,
             STAGES=config.stages,
+            PACKED=True,
+            CHANNEL=prepared.k is not None,
+            FOLDED=folded,
         ),
         **config.options(),
     )
-
-
-def _descriptors(q: Tensor, k: Tensor, prepared: Prepared, do: Tensor, C: int, BW: int) -> list[Any] | None:
-    """The kernel's first arguments, as descriptors where TMA reads them; None if one cannot have a descriptor."""
-    rows, total, q_tiles, k_tiles, E, F, W = prepared[:7]
-    K, channel = q.shape[3], q_tiles is not None
-    given = q, k, do, rows, total, F, E if E is not None else W
-    found = (
-        tile_descriptor(q_tiles, C, K) if q_tiles is not None else token_descriptor(q, C, K),
-        tile_descriptor(k_tiles, C, K) if k_tiles is not None else token_descriptor(k, C, K),
-        token_descriptor(do, C, BW),
-        vector_descriptor(rows.flatten(1), 4 * C),
-        vector_descriptor(total, K) if channel else total,
-        None if F is None else upper_descriptor(F),
-        tile_descriptor(E, C, K) if E is not None else None if W is None else upper_descriptor(W),
-    )
-    descriptors = all_or_none(given, found)
-    return None if descriptors is None else gluon_descriptors(descriptors)

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from wyfold.kernels.pipeline.gluon import layouts, next_stage, stage_before
+from wyfold.kernels.pipeline.gluon import layouts, load_state, next_stage, release, store_state
 from wyfold.kernels.segment_summary.gluon.forward.zeros import all_zeros, next_check, read_flag, write_flag
 from wyfold.tile.decay.gluon import chunk_decay
 from wyfold.tile.index.gluon import barrier
-from wyfold.tile.state.gluon import state_offsets
+
+
+class Globals(NamedTuple):
+    """Global memory that the consumers access themselves; `s_` are the strides.
+
+    Attributes:
+        total: Decays of a scalar gate.
+        S0: Initial states, or None.
+        H, M: Results.
+    """
+
+    total: Any
+    S0: Any
+    s_S0: Any
+    H: Any
+    s_H: Any
+    M: Any
+    s_M: Any
 
 
 @gluon.jit
-def consumer(gmem, smem, coords, part, SIZES: gl.constexpr):
+def consumer(gmem, ring, smem, coords, part, SIZES: gl.constexpr):
     """Consumer: run BW value rows through all chunks, from zeros or the initial state (H), or from the identity (M).
 
     M is checked for zeros now and then.
@@ -28,93 +42,86 @@ def consumer(gmem, smem, coords, part, SIZES: gl.constexpr):
     K: gl.constexpr = SIZES.K
     BW: gl.constexpr = SIZES.BV // SIZES.PARTS
     CHANNEL: gl.constexpr = SIZES.CHANNEL
-    STAGES: gl.constexpr = SIZES.STAGES
-    LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16])
-    o_v = coords.column + part * BW + gl.arange(0, BW, layout=gl.SliceLayout(1, LS))
-    o_k = gl.arange(0, K, layout=gl.SliceLayout(0, LS))
-    S = gl.zeros([BW, K], gl.float32, LS)
+    LS: gl.constexpr = layouts(SIZES.K, SIZES.BT, gl.num_warps()).state
+    span = coords.span
+    row = span.column + part * BW
     if coords.of_H == 0:
         # Zeros where the sequence begins, so that no map is applied to its initial state twice.
+        o_v, o_k = row + gl.arange(0, BW, layout=gl.SliceLayout(1, LS)), gl.arange(0, K, layout=gl.SliceLayout(0, LS))
         S = ((o_v[:, None] == o_k[None, :]) & (o_k[None, :] >= gl.where(coords.begins, K, 0))).to(gl.float32)
-    elif coords.begins:
-        if gmem.S0 is not None:
-            S = gl.load(gmem.S0 + state_offsets(gmem.s_S0, coords.n, coords.hv, o_v, o_k)).to(gl.float32)
-    opaque_zero = gl.minimum(coords.steps, 0)
+    else:
+        S = load_state(gmem.S0, gmem.s_S0, coords.n, coords.begins, None, None, None, None, span.hv, row, SIZES)
+    opaque_zero = gl.minimum(span.steps, 0)
     total = 0.0
     next_total = 0.0
     if not CHANNEL:
-        total = chunk_decay(gmem.total, coords.tile, coords.steps > 0, opaque_zero, BW, LS)
-        next_total = chunk_decay(gmem.total, coords.tile + HV, coords.steps > 1, opaque_zero, BW, LS)
+        total = chunk_decay(gmem.total, span.tile, span.steps > 0, opaque_zero, BW, LS)
+        next_total = chunk_decay(gmem.total, span.tile + HV, span.steps > 1, opaque_zero, BW, LS)
     stage = 0
     phase = 0
     checked = 0
-    count = coords.steps
+    count = span.steps
     check = count
     if not CHANNEL:
         check = gl.where(coords.of_H != 0, count, gl.minimum(next_check(checked), count))
     while checked < count:
         for i in range(checked, check):
-            mbarrier.wait(smem.full.index(stage), phase)
-            S, later_total = _step(S, total, gmem, smem, coords, part, stage, i, opaque_zero, SIZES)
+            mbarrier.wait(ring.full.index(stage), phase)
+            S, later_total = _step(S, total, gmem, ring, span, part, stage, i, opaque_zero, SIZES)
             total = next_total
             next_total = later_total
-            stage, phase = next_stage(stage, phase, STAGES)
+            stage, phase = next_stage(stage, phase, SIZES.STAGES)
         checked = check
         if not CHANNEL:
             # `count` is written as soon as a stage is free for the chunk after a check. Stages are freed a chunk late,
             # and checks are at least 3 chunks apart: with 5 stages a warp could still read it at the previous check.
-            gl.static_assert(STAGES <= 4)
+            gl.static_assert(SIZES.STAGES <= 4)
             if (coords.of_H == 0) & (checked < count):
                 write_flag(smem.map_is_zero.index(part), all_zeros(S).to(gl.int32))
                 # The result of earlier checks, so that all warps of all parts continue or none does.
-                mbarrier.wait(smem.full.index(stage), phase)
+                mbarrier.wait(ring.full.index(stage), phase)
                 count = read_flag(smem.count)
                 check = gl.minimum(next_check(checked), count)
                 # Without it the compiler places a barrier at the beginning of every chunk.
                 barrier()
     if coords.needed != 0:
         if coords.of_H != 0:
-            gl.store(gmem.H + state_offsets(gmem.s_H, coords.border, coords.hv, o_v, o_k), S)
+            store_state(gmem.H, gmem.s_H, coords.border, None, span.hv, row, S, SIZES)
         else:
             # Mark for `segment_fold`: rows of zeros get the other sign, which no other zero has.
             S = gl.where(S == 0.0, 0.0, S) * gl.where(all_zeros(S), -1.0, 1.0)
-            gl.store(gmem.M + state_offsets(gmem.s_M, coords.border, coords.hv, o_v, o_k), S)
+            store_state(gmem.M, gmem.s_M, coords.border, None, span.hv, row, S, SIZES)
 
 
 @gluon.jit
-def _step(S, total, gmem, smem, coords, part, stage, i, opaque_zero, SIZES: gl.constexpr):
+def _step(S, total, gmem, ring, span, part, stage, i, opaque_zero, SIZES: gl.constexpr):
     """State leaving a chunk of tokens only; with a scalar gate also the decay of the chunk after the next one.
 
     The decay is loaded two chunks ahead: an iteration begins by copying the next value to its register, and waits for
     it there.
     """
-    HV: gl.constexpr = SIZES.HV
-    K: gl.constexpr = SIZES.K
     BT: gl.constexpr = SIZES.BT
     BW: gl.constexpr = SIZES.BV // SIZES.PARTS
-    PARTS: gl.constexpr = SIZES.PARTS
     CHANNEL: gl.constexpr = SIZES.CHANNEL
     FOLDED: gl.constexpr = SIZES.FOLDED
     ERASES: gl.constexpr = SIZES.ERASES
-    STAGES: gl.constexpr = SIZES.STAGES
-    L: gl.constexpr = layouts(K, BT, gl.num_warps())
+    L: gl.constexpr = layouts(SIZES.K, SIZES.BT, gl.num_warps())
     LS: gl.constexpr = L.state
     LC: gl.constexpr = L.chunk
     ROW: gl.constexpr = L.row
-    OP: gl.constexpr = smem.k.dtype
+    OP: gl.constexpr = ring.k.dtype
     zero_acc = gl.zeros([BW, BT], gl.float32, LC)
-    key, factors = smem.k.index(stage), smem.rows.index(stage)
+    key, factors = ring.k.index(stage), ring.rows.index(stage)
 
     left = gl.convert_layout(S.to(OP), L.state_left, assert_trivial=True)
     Sk = zero_acc
     if ERASES:
         Sk = warpgroup_mma(left, key.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
-    fence_async_shared()
-    mbarrier.arrive(smem.free.index(stage_before(stage, STAGES)), count=1, pred=i > 0)
-    v = smem.v.index(stage * PARTS + part).permute((1, 0)).load(LC).to(gl.float32)
+    release(ring, stage, i > 0, SIZES.STAGES)
+    v = ring.x.index(stage * SIZES.PARTS + part).permute((1, 0)).load(LC).to(gl.float32)
     beta = factors.slice(3 * BT, BT).load(ROW)  # dropped by the compiler where it is not used
     if CHANNEL:
-        S = S * smem.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
+        S = S * ring.total.index(stage).load(gl.SliceLayout(0, LS))[None, :]
         R = v
         if ERASES:
             Sk = warpgroup_mma_wait(0, deps=[Sk])
@@ -124,16 +131,16 @@ def _step(S, total, gmem, smem, coords, part, stage, i, opaque_zero, SIZES: gl.c
         S = S * total
         if ERASES:
             Sk = warpgroup_mma_wait(0, deps=[Sk])
-        total = chunk_decay(gmem.total, coords.tile + (i + 2) * HV, i + 2 < coords.steps, opaque_zero, BW, LS)
+        total = chunk_decay(gmem.total, span.tile + (i + 2) * SIZES.HV, i + 2 < span.steps, opaque_zero, BW, LS)
         R = v
         if ERASES:
             R = v - Sk * in_k[None, :]
     if FOLDED:
         y = gl.convert_layout((R * beta[None, :]).to(OP), L.chunk_left, assert_trivial=True)
-        S = warpgroup_mma(y, smem.write.index(stage), S, is_async=True)
+        S = warpgroup_mma(y, ring.write.index(stage), S, is_async=True)
     else:
         r = gl.convert_layout(R.to(OP), L.chunk_left, assert_trivial=True)
-        e = warpgroup_mma(r, smem.write.index(stage), zero_acc, use_acc=False, is_async=True)
+        e = warpgroup_mma(r, ring.write.index(stage), zero_acc, use_acc=False, is_async=True)
         beta_out = factors.slice(2 * BT, BT).load(ROW)
         e = warpgroup_mma_wait(0, deps=[e])
         u = gl.convert_layout((e * beta_out[None, :]).to(OP), L.chunk_left, assert_trivial=True)

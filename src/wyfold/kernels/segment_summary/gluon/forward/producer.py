@@ -6,39 +6,30 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from wyfold.kernels.pipeline.gluon import next_stage
+from wyfold.kernels.pipeline.gluon import load_rows, load_squares, load_values, next_stage, tile_bytes
 from wyfold.kernels.segment_summary.gluon.forward.zeros import next_check, read_flag, write_flag
-from wyfold.tile.index.gluon import quarters, tma_load, tma_load_upper
 
 
 @gluon.jit
-def producer(inputs, smem, of_H, count, SIZES: gl.constexpr):
+def producer(inputs, ring, smem, of_H, count, SIZES: gl.constexpr):
     """Producer: load the tiles of every chunk as soon as a stage is free; values only for H.
 
     Once M is zeros in all parts, it stops at the next check: it writes the reduced count and completes `full` without a
     load.
     """
-    HV: gl.constexpr = SIZES.HV
-    K: gl.constexpr = SIZES.K
-    BT: gl.constexpr = SIZES.BT
-    BW: gl.constexpr = SIZES.BV // SIZES.PARTS
     PARTS: gl.constexpr = SIZES.PARTS
-    CHANNEL: gl.constexpr = SIZES.CHANNEL
-    FOLDED: gl.constexpr = SIZES.FOLDED
-    STAGES: gl.constexpr = SIZES.STAGES
-    WRITE: gl.constexpr = inputs.write.block_type.nbytes * (1 if FOLDED else 3)
-    SCALAR: gl.constexpr = inputs.k.block_type.nbytes + inputs.rows.block_type.nbytes + WRITE
-    BYTES: gl.constexpr = SCALAR + inputs.total.block_type.nbytes if CHANNEL else SCALAR
+    WITH_VALUES: gl.constexpr = tile_bytes(SIZES, *inputs)
+    BYTES: gl.constexpr = WITH_VALUES - PARTS * inputs.x.block_type.nbytes
     tile, token = inputs.tile, inputs.token
     stage = 0
     phase = 1
     i = 0
     check = next_check(i)
     while i < count:
-        full = smem.full.index(stage)
-        mbarrier.wait(smem.free.index(stage), phase)
+        full = ring.full.index(stage)
+        mbarrier.wait(ring.free.index(stage), phase)
         map_is_zero = 0
-        if not CHANNEL:
+        if not SIZES.CHANNEL:
             if (of_H == 0) & (i == check):
                 check = next_check(i)
                 for part in gl.static_range(PARTS):
@@ -49,23 +40,14 @@ def producer(inputs, smem, of_H, count, SIZES: gl.constexpr):
             i = count
         else:
             if of_H != 0:
-                mbarrier.expect(full, BYTES + inputs.v.block_type.nbytes * PARTS)
+                mbarrier.expect(full, WITH_VALUES)
             else:
                 mbarrier.expect(full, BYTES)
-            if CHANNEL:
-                tma_load(inputs.k, [tile * BT, 0], full, smem.k.index(stage))
-                tma_load(inputs.total, [tile * K], full, smem.total.index(stage))
-            else:
-                tma_load(inputs.k, [token, inputs.column_k], full, smem.k.index(stage))
-            tma_load(inputs.rows, [tile * (4 * BT)], full, smem.rows.index(stage))
+            load_rows(inputs, ring, stage, tile, token, SIZES)
             if of_H != 0:
-                for part in gl.static_range(PARTS):
-                    tma_load(inputs.v, [token, inputs.column_v + part * BW], full, smem.v.index(stage * PARTS + part))
-            if FOLDED:
-                tma_load(inputs.write, [tile * BT, 0], full, smem.write.index(stage))
-            else:
-                tma_load_upper(inputs.write, tile, full, quarters(smem.write, inputs.write, STAGES), stage)
-            tile += HV
-            token += BT
+                load_values(inputs, ring, stage, token, SIZES)
+            load_squares(inputs, ring, stage, tile, SIZES)
+            tile += SIZES.HV
+            token += SIZES.BT
             i += 1
-            stage, phase = next_stage(stage, phase, STAGES)
+            stage, phase = next_stage(stage, phase, SIZES.STAGES)

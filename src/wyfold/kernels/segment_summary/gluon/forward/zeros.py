@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from wyfold.tile.index.gluon import barrier
+
+
+class Smem(NamedTuple):
+    """Numbers that the partitions tell each other through shared memory.
+
+    Attributes:
+        map_is_zero: [PARTS, 1] flags: the part's rows of M are zeros.
+        count: [1] number of chunks to load; reduced once all flags are set.
+    """
+
+    map_is_zero: Any
+    count: Any
 
 
 @gluon.jit
