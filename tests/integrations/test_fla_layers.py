@@ -134,6 +134,44 @@ def test_wrong_layers_are_refused():
         layers.DeltaNet(head_count=2)  # type: ignore[call-arg]
 
 
+def small(name: str) -> nn.Module:
+    """A layer of width 32 with two heads."""
+    widths = {"head_dim": 16} if name.startswith(("Gated", "Kimi", "RWKV")) and name != "GatedLinearAttention" else {}
+    layer: nn.Module = getattr(layers, name)(hidden_size=32, num_heads=2, layer_idx=0, **widths)
+    return layer
+
+
+@pytest.mark.parametrize("name", layers.NAMES)
+def test_wrong_calls_of_layers_are_refused(name: str):
+    """A mask of fewer columns or rows used to place tokens in other rows, without an error."""
+    layer, x = small(name), torch.zeros(2, 9, 32)
+    for message, call in (
+        (r"attention_mask must be \[B, S\], B = 2, S >= 9, got \[2, 8\]", {"attention_mask": torch.ones(2, 8)}),
+        (r"attention_mask must be \[B, S\], B = 2, S >= 9, got \[1, 9\]", {"attention_mask": torch.ones(1, 9)}),
+        ("attention_mask must have the device of", {"attention_mask": torch.ones(2, 9, device="meta")}),
+        ("attention_mask must be a torch.Tensor, got list", {"attention_mask": [[1] * 9] * 2}),
+        ("past_key_values must be a cache, got dict", {"past_key_values": {}}),
+        ("past_key_values must be a cache, got int", {"past_key_values": 1}),
+        ("cu_seqlens must come with a batch of B = 1", {"cu_seqlens": torch.tensor([0, 9])}),
+        ("cu_seqlens must be a torch.Tensor, got list", {"cu_seqlens": [0, 9]}),
+        ("hidden_states must be float32, as the layer", {"hidden_states": x.bfloat16()}),
+        ("hidden_states must be float", {"hidden_states": x.int()}),
+        ("hidden_states must be on cpu, as the layer", {"hidden_states": x.to("meta")}),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: {message}"):
+            layer(**{"hidden_states": x} | call)
+
+
+@pytest.mark.parametrize("name", layers.NAMES)
+@pytest.mark.parametrize("argument", ["hidden_size", "num_heads"])
+@pytest.mark.parametrize("value", ["32", 0, 2.0])
+def test_wrong_sizes_of_layers_are_named(name: str, argument: str, value: Any):
+    if (name, argument) == ("RWKV7Attention", "num_heads"):
+        return  # read without head_dim alone
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: {argument} must be "):
+        getattr(layers, name)(**{"hidden_size": 32, "num_heads": 2, "layer_idx": 0} | {argument: value})
+
+
 def test_padding_goes_and_comes_back():
     mask = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
     x = torch.randn(3, 4, 5, requires_grad=True)

@@ -110,7 +110,7 @@ def test_the_stand_in_has_the_layer():
 
 def test_a_call_that_does_not_fit_is_refused():
     mixer, x = layer(), torch.zeros(1, 3, 32).double()
-    with pytest.raises(ValueError, match=r"attention_mask must be \[B, S\], got \[1, 3, 3\]"):
+    with pytest.raises(ValueError, match=r"attention_mask must be \[B, S\], .* got \[1, 3, 3\]"):
         mixer(x, attention_mask=torch.ones(1, 3, 3))
     with pytest.raises(ValueError, match=r"^PaTHAttention: hidden_states must be \[B, T, D\]"):
         mixer(x[..., :8])

@@ -109,7 +109,7 @@ def _count(
     """`sequences` without comparison of ranks."""
     B, T = check.shapes(layer, x=(x, f"B T {width}")).values()
     check.floating(layer, x=x)
-    _of_parameters(layer, x, reader)
+    require_like_parameters(layer, "x", x, reader)
     if cp_context is not None:
         if layout is not None or cache is not None:
             given = "a layout" if layout is not None else "a cache"
@@ -146,7 +146,7 @@ def _check_cache(layer: str, x: Tensor, cache: LayerCache, holds: Mapping[str, s
     check.same_attribute(layer, "device", x=x, **{name: held for name, (held, _) in shapes.items()})
 
 
-def _of_parameters(layer: str, x: Tensor, reader: nn.Module) -> None:
+def require_like_parameters(layer: str, name: str, x: Tensor, reader: nn.Module) -> None:
     """Refuse an x whose device or dtype PyTorch's matrix product would refuse, with a clearer message.
 
     A module that replaces the projection, for example with quantized parameters, checks its input itself.
@@ -154,13 +154,17 @@ def _of_parameters(layer: str, x: Tensor, reader: nn.Module) -> None:
     if type(reader) is not nn.Linear or not computes_as_stored(reader):
         return
     if x.device != reader.weight.device:
-        raise ValueError(f"{layer}: x must be on {reader.weight.device}, as the layer's parameters are, got {x.device}")
+        raise ValueError(
+            f"{layer}: {name} must be on {reader.weight.device}, as the layer's parameters are, got {x.device}"
+        )
     if autocast_dtype(x.device.type) is not None:
         return
     wanted = reader.weight.dtype
     if x.dtype != wanted:
         expected, got = (str(dtype).removeprefix("torch.") for dtype in (wanted, x.dtype))
-        raise TypeError(f"{layer}: x must be {expected}, as the layer's parameters are, or under autocast, got {got}")
+        raise TypeError(
+            f"{layer}: {name} must be {expected}, as the layer's parameters are, or under autocast, got {got}"
+        )
 
 
 def computes_as_stored(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wyfold.integrations.fla.low_rank import chunk_gdn2, fused_recurrent_gdn2
-from wyfold.integrations.fla.mixer import Mixer, output_norm, step_bias, undecayed, whole
+from wyfold.integrations.fla.mixer import Mixer, check_sizes, output_norm, step_bias, undecayed, whole
 from wyfold.integrations.fla.recurrences import Result
 
 
@@ -51,6 +51,8 @@ class GatedDeltaNet2(Mixer):
         **ignored: object,
     ):
         super().__init__()
+        counts = {"hidden_size": hidden_size, "num_heads": num_heads, "num_v_heads": num_v_heads, "head_dim": head_dim}
+        check_sizes("GatedDeltaNet2", counts, {"expand_v": expand_v, "norm_eps": norm_eps})
         self.mode, self.hidden_size, self.expand_v, self.head_dim = mode, hidden_size, expand_v, head_dim
         self.num_heads, self.num_v_heads = num_heads, num_heads if num_v_heads is None else num_v_heads
         self.use_short_conv, self.conv_size, self.conv_bias = use_short_conv, conv_size, conv_bias

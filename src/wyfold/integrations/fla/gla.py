@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from wyfold.integrations.fla.gated_norms import FusedRMSNormGated
 from wyfold.integrations.fla.low_rank import refuse_reverse
-from wyfold.integrations.fla.mixer import Mixer, whole
+from wyfold.integrations.fla.mixer import Mixer, check_sizes, whole
 from wyfold.integrations.fla.modules import RMSNorm
 from wyfold.integrations.fla.recurrences import Result, v_first
 from wyfold.ops import gla
@@ -132,6 +132,19 @@ class GatedLinearAttention(Mixer):
         layer_idx: int | None = None,
     ):
         super().__init__()
+        counts = {
+            "hidden_size": hidden_size,
+            "num_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "gate_low_rank_dim": gate_low_rank_dim,
+        }
+        numbers = {
+            "expand_k": expand_k,
+            "expand_v": expand_v,
+            "norm_eps": norm_eps,
+            "gate_logit_normalizer": gate_logit_normalizer,
+        }
+        check_sizes("GatedLinearAttention", counts, numbers)
         name = "GatedLinearAttention"
         for option, value, ours in (("feature_map", feature_map, None), ("gate_fn", gate_fn, "swish")):
             if value != ours:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from wyfold.integrations.fla.gdn2_layer import GatedDeltaNet2 as GatedDeltaNet2
 from wyfold.integrations.fla.gla import GatedLinearAttention as GatedLinearAttention
-from wyfold.integrations.fla.mixer import Mixer, output_norm, step_bias, undecayed, whole
+from wyfold.integrations.fla.mixer import Mixer, check_sizes, output_norm, step_bias, undecayed, whole
 from wyfold.integrations.fla.path_layer import PaTHAttention as PaTHAttention
 from wyfold.integrations.fla.recurrences import (
     Result,
@@ -82,6 +82,8 @@ class DeltaNet(Mixer):
         norm_eps: float = 1e-5,
     ):
         super().__init__()
+        counts = {"d_model": d_model, "hidden_size": hidden_size, "num_heads": num_heads}
+        check_sizes("DeltaNet", counts, {"expand_k": expand_k, "expand_v": expand_v, "norm_eps": norm_eps})
         check.choice("DeltaNet", "qk_activation", qk_activation, ("silu", "relu", "elu", "identity"))
         check.choice("DeltaNet", "qk_norm", qk_norm, ("l2", "sum"))
         self.mode, self.qk_activation, self.qk_norm = mode, qk_activation, qk_norm
@@ -159,6 +161,8 @@ class GatedDeltaNet(Mixer):
         output_gate_activation: str = "swish",
     ):
         super().__init__()
+        counts = {"hidden_size": hidden_size, "num_heads": num_heads, "num_v_heads": num_v_heads, "head_dim": head_dim}
+        check_sizes("GatedDeltaNet", counts, {"expand_v": expand_v, "norm_eps": norm_eps})
         check.choice("GatedDeltaNet", "output_gate_activation", output_gate_activation, ("swish", "silu", "sigmoid"))
         self.mode, self.hidden_size, self.expand_v, self.head_dim = mode, hidden_size, expand_v, head_dim
         self.num_heads, self.num_v_heads = num_heads, num_heads if num_v_heads is None else num_v_heads
@@ -248,6 +252,8 @@ class GatedDeltaProduct(Mixer):
         num_householder: int = 2,
     ):
         super().__init__()
+        counts = {"hidden_size": hidden_size, "num_heads": num_heads, "num_v_heads": num_v_heads, "head_dim": head_dim}
+        check_sizes("GatedDeltaProduct", counts, {"expand_v": expand_v, "norm_eps": norm_eps})
         check.integer("GatedDeltaProduct", "num_householder", num_householder, least=1)
         self.mode, self.hidden_size, self.expand_v, self.head_dim = mode, hidden_size, expand_v, head_dim
         self.num_heads, self.num_v_heads = num_heads, num_heads if num_v_heads is None else num_v_heads
@@ -333,6 +339,8 @@ class KimiDeltaAttention(Mixer):
         norm_eps: float = 1e-5,
     ):
         super().__init__()
+        counts = {"hidden_size": hidden_size, "num_heads": num_heads, "num_v_heads": num_v_heads, "head_dim": head_dim}
+        check_sizes("KimiDeltaAttention", counts, {"expand_v": expand_v, "norm_eps": norm_eps})
         if safe_gate and lower_bound is None:
             raise ValueError("KimiDeltaAttention: lower_bound must be given with safe_gate=True, got None")
         self.mode, self.hidden_size, self.expand_v, self.head_dim = mode, hidden_size, expand_v, head_dim

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,12 +12,7 @@ from torch.nn import functional as F
 
 from wyfold.integrations.fla.gated_norms import FusedRMSNormGated
 from wyfold.integrations.fla.modules import RMSNorm, ShortConvolution
-from wyfold.integrations.fla.padding import (
-    get_layer_cache,
-    repad_hidden_states,
-    unpad_hidden_states,
-    update_layer_cache,
-)
+from wyfold.integrations.fla.padding import entering, repad_hidden_states, update_layer_cache
 from wyfold.integrations.fla.recurrences import Result
 from wyfold.ops.delta_widths import WIDEST_KEY, WIDEST_VALUE
 from wyfold.runtime import check
@@ -108,19 +103,17 @@ class Mixer(nn.Module):
             past_key_values, as given.
 
         Raises:
-            TypeError: A cache is given by transformers' new name, cache.
+            TypeError: An argument has the wrong type, or a cache is given by transformers' new name, cache.
             ValueError: A shape, dtype or device is wrong, or the mode has no training.
         """
         name = type(self).__name__
         if ignored.get("cache") is not None:
             raise TypeError(f"{name}: the cache must be given as past_key_values, got cache")
-        if attention_mask is not None and attention_mask.dim() != 2:
-            raise ValueError(f"{name}: attention_mask must be [B, S], got {list(attention_mask.shape)}")
-        check.shapes(name, known={"D": self.hidden_size}, hidden_states=(hidden_states, "B T D"))
+        given = hidden_states, attention_mask, past_key_values, cu_seqlens
+        reader = self.get_submodule("q_proj")
+        x, indices, cu_seqlens, last = entering(self, *given, width=self.hidden_size, reader=reader)
         B, T, _ = hidden_states.shape
         recurrent = not torch.is_grad_enabled() and (T <= _SHORT or self.mode == "fused_recurrent")
-        last = get_layer_cache(self, past_key_values)
-        x, indices, cu_seqlens = unpad_hidden_states(hidden_states, cu_seqlens, attention_mask, T)
         (q, k, v), conv_state = self._convolved(x, last, bool(use_cache), cu_seqlens)
         q, k = (rows.unflatten(-1, (-1, self.head_k_dim)) for rows in (q, k))
         v = v.unflatten(-1, (-1, self.head_v_dim))
@@ -162,6 +155,15 @@ class Mixer(nn.Module):
         o = self.o_norm(o) if gate is None else self.o_norm(o, gate(x).unflatten(-1, (-1, self.head_v_dim)))
         y: Tensor = self.get_submodule("o_proj")(o.flatten(-2))
         return y
+
+
+def check_sizes(layer: str, counts: Mapping[str, object], numbers: Mapping[str, object]) -> None:
+    """Check arguments of a layer, by their names, before sizes are computed from them; a count may be None."""
+    for argument, value in counts.items():
+        if value is not None:
+            check.integer(layer, argument, value, least=1)
+    for argument, value in numbers.items():
+        check.number(layer, argument, value)
 
 
 def whole(layer: str, what: str, value: float) -> int:

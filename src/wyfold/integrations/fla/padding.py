@@ -5,13 +5,16 @@ A mask is [B, S], nonzero at tokens and zero at padding, on any side. Tokens are
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from wyfold.integrations.fla.indices import prepare_cu_seqlens_from_mask
+from wyfold.layers.layer_call import require_like_parameters
 from wyfold.runtime import check
+from wyfold.runtime.layout import boundaries_of, packed_boundaries
 
 
 def get_unpad_data(attention_mask: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -118,6 +121,64 @@ def unpad_hidden_states(
         return hidden_states, None, cu_seqlens
     indices, cu_seqlens = get_unpad_indices_and_cu(attention_mask, q_len)
     return index_first_axis(hidden_states.flatten(0, 1), indices)[None], indices, cu_seqlens
+
+
+class Entering(NamedTuple):
+    """Tokens of a layer's call, packed where a mask says so, and what the layer has stored.
+
+    Attributes:
+        x: [1, total, D], or [B, T, D] without a mask.
+        indices: Places of the tokens in the flattened batch, or None.
+        cu_seqlens: Boundaries of packed sequences, or None.
+        entry: The layer's entry of the cache, or None.
+    """
+
+    x: Tensor
+    indices: Tensor | None
+    cu_seqlens: Tensor | None
+    entry: dict[str, Any] | None
+
+
+def entering(
+    layer: nn.Module,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None,
+    past_key_values: Any,
+    cu_seqlens: Tensor | None,
+    *,
+    width: int,
+    reader: nn.Module,
+) -> Entering:
+    """Check the arguments that all layers have, and pack the tokens.
+
+    Args:
+        layer: The layer, whose class is named in messages.
+        hidden_states, attention_mask, past_key_values, cu_seqlens: Of its call.
+        width: hidden_size.
+        reader: The layer's first projection.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: A shape, dtype or device is wrong.
+    """
+    name = type(layer).__name__
+    check.shapes(name, known={"D": width}, hidden_states=(hidden_states, "B T D"))
+    B, T, _ = hidden_states.shape
+    check.floating(name, hidden_states=hidden_states)
+    require_like_parameters(name, "hidden_states", hidden_states, reader)
+    if attention_mask is not None and cu_seqlens is None:
+        shape = list(check.tensor(name, "attention_mask", attention_mask).shape)
+        if len(shape) != 2 or shape[0] != B or shape[1] < T:
+            raise ValueError(f"{name}: attention_mask must be [B, S], B = {B}, S >= {T}, got {shape}")
+        check.same_attribute(name, "device", hidden_states=hidden_states, attention_mask=attention_mask)
+    if cu_seqlens is not None:
+        packed_boundaries(name, hidden_states, *boundaries_of(cu_seqlens))
+    is_cache = hasattr(past_key_values, "update") and hasattr(past_key_values, "__len__")
+    if past_key_values is not None and (isinstance(past_key_values, Mapping) or not is_cache):
+        raise TypeError(f"{name}: past_key_values must be a cache, got {type(past_key_values).__name__}")
+    return Entering(
+        *unpad_hidden_states(hidden_states, cu_seqlens, attention_mask, T), get_layer_cache(layer, past_key_values)
+    )
 
 
 def repad_hidden_states(hidden_states: Tensor, indices: Tensor | None, batch_size: int, q_len: int) -> Tensor:

@@ -7,14 +7,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from wyfold.integrations.fla.padding import (
-    get_layer_cache,
+    entering,
     repad_hidden_states,
-    unpad_hidden_states,
     update_layer_cache,
 )
 from wyfold.layers import path_attention
 from wyfold.layers.cache import LayerCache
-from wyfold.runtime import check
 from wyfold.runtime.layout import SequenceLayout
 
 _NAME = "PaTHAttention"
@@ -102,12 +100,10 @@ class PaTHAttention(path_attention.PaTHAttention):
         Raises:
             ValueError: A shape, dtype or device is wrong.
         """
-        if attention_mask is not None and attention_mask.dim() != 2:
-            raise ValueError(f"{_NAME}: attention_mask must be [B, S], got {list(attention_mask.shape)}")
-        check.shapes(_NAME, known={"D": self.hidden_size}, hidden_states=(hidden_states, "B T D"))
+        given = hidden_states, attention_mask, past_key_values, cu_seqlens
+        reader = self.q_proj
+        x, indices, cu_seqlens, last = entering(self, *given, width=self.hidden_size, reader=reader)
         B, T, _ = hidden_states.shape
-        last = get_layer_cache(self, past_key_values)
-        x, indices, cu_seqlens = unpad_hidden_states(hidden_states, cu_seqlens, attention_mask, T)
         cache = None
         if past_key_values is not None:
             conv = {} if last is None or last["conv_state"] is None else {"conv": last["conv_state"]}

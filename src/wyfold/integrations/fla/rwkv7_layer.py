@@ -6,12 +6,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from wyfold.integrations.fla.mixer import whole
+from wyfold.integrations.fla.mixer import check_sizes, whole
 from wyfold.integrations.fla.padding import (
-    get_layer_cache,
+    entering,
     index_first_axis,
     repad_hidden_states,
-    unpad_hidden_states,
     update_layer_cache,
 )
 from wyfold.layers.cache import LayerCache
@@ -83,6 +82,16 @@ class RWKV7Attention(RWKV7TimeMix):
         **ignored: object,
     ):
         check.choice(_NAME, "mode", mode, ("chunk", "fused_recurrent"))
+        counts = {
+            "hidden_size": hidden_size,
+            "value_dim": value_dim,
+            "decay_low_rank_dim": decay_low_rank_dim,
+            "gate_low_rank_dim": gate_low_rank_dim,
+            "a_low_rank_dim": a_low_rank_dim,
+            "v_low_rank_dim": v_low_rank_dim,
+            "num_hidden_layers": num_hidden_layers,
+        }
+        check_sizes(_NAME, counts, {"norm_eps": norm_eps})
         if layer_idx is None:
             raise ValueError(f"{_NAME}: layer_idx must be given, because layer 0 has no value residual, got None")
         if not elementwise_affine:
@@ -143,12 +152,10 @@ class RWKV7Attention(RWKV7TimeMix):
         Raises:
             ValueError: A shape, dtype or device is wrong, or v_first is missing.
         """
-        if attention_mask is not None and attention_mask.dim() != 2:
-            raise ValueError(f"{_NAME}: attention_mask must be [B, S], got {list(attention_mask.shape)}")
-        check.shapes(_NAME, known={"D": self.hidden_size}, hidden_states=(hidden_states, "B T D"))
+        given = hidden_states, attention_mask, past_key_values, cu_seqlens
+        reader = self.r_proj
+        x, indices, cu_seqlens, last = entering(self, *given, width=self.hidden_size, reader=reader)
         B, T, _ = hidden_states.shape
-        last = get_layer_cache(self, past_key_values)
-        x, indices, cu_seqlens = unpad_hidden_states(hidden_states, cu_seqlens, attention_mask, T)
         first = None if self.layer_idx == 0 else v_first
         if first is not None and indices is not None:
             first = index_first_axis(first.flatten(0, 1), indices)[None]
