@@ -194,7 +194,18 @@ class RMSNorm(NormParameters):
 
         Returns:
             y: Dtype of x; with `prenorm` a pair of y and the sum.
+
+        Raises:
+            TypeError: An argument has the wrong Python type.
+            ValueError: A shape, dtype or device is wrong.
         """
+        check.floating("RMSNorm", x=x, residual=residual)
+        check.same_attribute("RMSNorm", "device", x=x, residual=residual, weight=self.weight)
+        check.flag("RMSNorm", prenorm=prenorm, residual_in_fp32=residual_in_fp32)
+        if x.shape[-1:] != (self.hidden_size,):
+            raise ValueError(f"RMSNorm: x must be [..., D], D = {self.hidden_size}, got {list(x.shape)}")
+        if residual is not None and residual.shape != x.shape:
+            raise ValueError(f"RMSNorm: residual must be {list(x.shape)} as x, got {list(residual.shape)}")
         total = x.float() if residual is None else x.float() + residual.float()
         y = F.rms_norm(total, (self.hidden_size,), None, self.eps)
         if self.weight is not None:
