@@ -133,7 +133,7 @@ def test_gates(rule: str, gate: str, judged):
 @pytest.mark.parametrize("segments", [1, 3])
 @pytest.mark.parametrize("form", ["channel", "scalar", "none"])
 def test_gla(form: str, segments: int, judged):
-    """Long keys that erase nothing: an erasure, which other rules have, would be as large as the state."""
+    """Writes that erase nothing, by the kernels of the rules that erase."""
     a = drawn("random", "gla", Shape(4 // segments, 584, 2, 2, 128, 128), gate="weak")
     if form == "scalar":
         a["g"] = a["g"][..., 0].contiguous()

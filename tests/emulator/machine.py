@@ -214,7 +214,8 @@ class Program:
         self.current = partition
         try:
             if self.error is None:
-                function(*arguments)
+                with torch.no_grad():  # a thread has its own mode, with gradients
+                    function(*arguments)
                 partition.finish()
         except _Stopped:
             pass

@@ -1,0 +1,135 @@
+"""Operators that share the chunk kernels in Gluon, whole and on the emulator, against their token loops in float64.
+
+The rules differ in options and arguments of the same launches, under one key of the configurations. So a launch that
+ignores an option is wrong for one rule alone, although the kernels are verified for the others.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from tests.emulator.machine import Machine
+from tests.emulator.test_gradients import sum_over_chunks
+
+import wyfold
+from wyfold import reference
+from wyfold.autograd import delta, delta_chunk
+from wyfold.autograd.kernel_call import KernelCall
+from wyfold.kernels import table
+from wyfold.kernels.gradients.gluon.channel import launch as channel_gradients
+from wyfold.kernels.gradients.gluon.scalar import launch as scalar_gradients
+from wyfold.kernels.prepare.gluon import channel, scalar
+from wyfold.kernels.scan import gluon as scan
+from wyfold.kernels.scan_bwd import gluon as scan_bwd
+from wyfold.kernels.segment_fold import eager as segment_fold
+from wyfold.kernels.segment_summary.gluon import backward, forward
+from wyfold.reference import inputs
+from wyfold.reference.error import judge, require
+from wyfold.reference.shapes import Shape
+from wyfold.reference.targets import target
+from wyfold.runtime import chunk_layout, segment_rule
+from wyfold.runtime.kernel_configs import Config
+
+BF16 = torch.bfloat16
+CONFIGS = (
+    (channel.launch, Config(4, 1, {})),
+    (scalar.launch, Config(4, 1, {})),
+    (scan, Config(4, 2, {"BV": 128, "PARTS": 2, "OUT": 1})),
+    (scan_bwd, Config(4, 2, {"BV": 128, "PARTS": 2, "OUT": 1})),
+    (forward.launch, Config(4, 2, {"BV": 128, "PARTS": 2})),
+    (backward.launch, Config(4, 2, {"BV": 128, "PARTS": 2})),
+    (channel_gradients, Config(4, 1, {})),
+    (scalar_gradients, Config(4, 1, {})),
+)
+RULES = {
+    "delta rule": "delta_rule",
+    "gated delta rule": "gated_delta_rule",
+    "kda": "kda",
+    "gla": "gla",
+    "simple gla": "gla",
+    "linear attention": "gla",
+    "gated delta product": "gated_delta_product",
+    "delta product of channels": "gated_delta_product",
+}
+EVERY_RUN = ("kda", "gla", "simple gla", "linear attention")
+
+
+@contextlib.contextmanager
+def on_the_emulator() -> Iterator[Machine]:
+    """Run the launches that chunk operators make on Hopper; in place of Triton's kernels run their eager twins."""
+    machine, stage = Machine(), KernelCall.stage
+
+    def kernels(options: Any) -> Any:
+        return options._replace(backend="triton")
+
+    def fold(*states: Any, dtype: torch.dtype, **how: Any) -> None:
+        segment_fold.segment_fold(*states, **how)
+
+    def in_triton(call: KernelCall, name: str) -> Any:
+        if name in ("chunk_grid", "segment_grid"):
+            return chunk_layout
+        return SimpleNamespace(segment_fold=fold) if name == "segment_fold" else stage(call, name)
+
+    chosen = SimpleNamespace(
+        forward=lambda t, options, *more: delta_chunk.forward(t, kernels(options), *more),
+        backward=lambda given: delta_chunk.backward(given._replace(options=kernels(given.options))),
+        saved=lambda t, options: delta_chunk.saved(t, kernels(options)),
+    )
+    with contextlib.ExitStack() as stack:
+        for patch in (
+            mock.patch.object(delta, "implementation_for", lambda options: chosen),
+            mock.patch.object(table, "selected_module", lambda stage, *_: table.kernel_module(stage, "gluon")),
+            mock.patch.object(KernelCall, "stage", in_triton),
+            mock.patch.object(channel_gradients, "sum_over_chunks", sum_over_chunks),
+            mock.patch.object(scalar_gradients, "sum_over_chunks", sum_over_chunks),
+            *(machine.installed(*launch) for launch in CONFIGS),
+        ):
+            stack.enter_context(patch)
+        yield machine
+
+
+def drawn(name: str) -> dict[str, Any]:
+    """Arguments of a call of 264 updates, four chunks and a part of one."""
+    rule, T = RULES[name], 264
+    product = rule == "gated_delta_product"
+    of = {"gated delta product": "gated_delta_rule", "delta product of channels": "kda"}.get(name, rule)
+    shape = Shape(1, T, 1, 2, 128, 128)
+    a = inputs.draw("random", of, shape, gate=None if rule == "delta_rule" else "weak", dtype=BF16, state="normal")
+    if product:  # two updates of a token
+        a |= {"q": a["q"][:, ::2].contiguous(), "g": a["g"][:, ::2].contiguous(), "num_householder": 2}
+    if name == "simple gla":
+        a["g"] = a["g"][..., 0].contiguous()
+    if name == "linear attention":
+        del a["g"]
+    return a | {"output_final_state": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "segments"),
+    [
+        pytest.param(name, segments, marks=() if segments > 1 and name in EVERY_RUN else pytest.mark.release)
+        for name in RULES
+        for segments in (1, 3)
+    ],
+)
+def test_operators(name: str, segments: int, results):
+    """In segments with other options than in whole."""
+    a, rule = drawn(name), RULES[name]
+    if segments > 1:
+        a["scale"] = 0.3
+        if rule != "gla":
+            a["use_qk_l2norm_in_kernel"] = True
+    wide = {key: x.double() if isinstance(x, torch.Tensor) else x for key, x in a.items()}
+    fed = {"o": inputs.incoming(a["v"][:, : a["q"].shape[1]], 1), "state": inputs.incoming(a["initial_state"], 2)}
+    truth = results(getattr(reference, rule), wide, None, {key: x.double() for key, x in fed.items()})
+    with on_the_emulator() as machine, segment_rule.forced(segments):
+        got = results(getattr(wyfold, f"chunk_{rule}"), a, None, fed, chunk_size=64)
+    assert ("wyfold_segment_summary_gluon" in machine.launches) == (segments > 1)
+    assert {"wyfold_scan_gluon", "wyfold_scan_bwd_gluon"} <= {*machine.launches}
+    names = {"dinitial_state": "dh0"}
+    verdicts = [judge(got[key], x, name=key, target=target(names.get(key, key), BF16)) for key, x in truth.items()]
+    require(*verdicts)
