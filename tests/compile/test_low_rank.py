@@ -4,8 +4,10 @@ import importlib.util
 from typing import Any
 
 import pytest
+import torch
 from tests.compile import aot
 
+import wyfold
 from wyfold.runtime import kernel_configs
 from wyfold.runtime.kernel_configs import Config
 
@@ -31,3 +33,24 @@ def test_no_right_operand_is_narrow():
         found = sizes(aot.Call("chunk_dplr_delta_rule", K=24, V=24, options=(("chunk_size", 64),)))
     assert found["low_rank_prepare.triton"].BE == 64
     assert (found["low_rank_gradients.triton"].BK, found["low_rank_gradients.triton"].BV) == (64, 64)
+
+
+@pytest.mark.parametrize("kind", ["channel", "scalar"])
+def test_packed_calls_compile(kind: str):
+    """Packed calls have a branch for tokens past the last boundary, and the interpreter takes more than Triton."""
+    made = []
+
+    def launched(kernel: Any, *arguments: Any, **options: Any) -> None:
+        if "low_rank" in kernel.fn.__name__ and "scan" not in kernel.fn.__name__:
+            made.append(aot.code(kernel, *arguments, **options)[0].metadata.name)
+
+    row = Config(4, 1, {"BK": 64, "BE": 64, "TOKEN_GATE": int(kind == "scalar")}, None)
+    with kernel_configs.override_row("sm_90", "low_rank_prepare.triton", "bf16 C32 scalar", row):
+        with aot.pretend_gpu("sm_90", launched):
+            q = torch.zeros(1, 70, 1, 16, dtype=torch.bfloat16, requires_grad=True)
+            g = torch.zeros(1, 70, 1, requires_grad=True)
+            o, _ = wyfold.chunk_comba(
+                q, q, q, p=q, g=g, cu_seqlens=torch.tensor([0, 40, 60]), chunk_size=32, backend="triton"
+            )
+            o.sum().backward()
+    assert len(set(made)) == 2 and all(("token_gate" in name) == (kind == "scalar") for name in made)

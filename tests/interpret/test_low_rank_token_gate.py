@@ -108,3 +108,10 @@ def test_bits(device, results):
         if part in later:
             later[part][:, 40:] *= 3
     assert torch.equal(op(**later)[0][:, :40], whole["o"][:, :40])
+
+
+def test_the_plan_names_the_kernels(device):
+    q, g = torch.randn(1, 20, 1, 8, device=device), -torch.rand(1, 20, 1, device=device)
+    plan = wyfold.explain(wyfold.chunk_comba, q, q, q, p=q, g=g, chunk_size=16, backend="triton")
+    rows = {launch.stage: launch.row for launch in plan.rows}
+    assert rows["low_rank_prepare"] == "scalar"

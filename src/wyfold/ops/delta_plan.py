@@ -153,7 +153,7 @@ def _keys(
     state, sizes = t.initial_state, checked.sizes
     stored = options.state_dtype if state is None else state.dtype
     if options.rule != "delta":
-        return low_rank_keys(options, stages, t.q, t.v, stored)
+        return low_rank_keys(options, stages, t.q, t.v, t.g, stored)
     if options.recurrent:
         return token_keys(t.q, t.v, t.g, stored, v_first=options.state_v_first)
     scanned = expected_segments(checked.sequences, sizes["B"] * sizes["T"], options.chunk_size, options.cut)
@@ -261,16 +261,22 @@ def launch_keys(
 
 
 def low_rank_keys(
-    options: DeltaOptions, stages: Stages, q: Tensor, v: Tensor, stored: torch.dtype = torch.float32
+    options: DeltaOptions,
+    stages: Stages,
+    q: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    stored: torch.dtype = torch.float32,
 ) -> list[tuple[str, LaunchKey]]:
     """(stage, launch key) of each kernel of a diagonal-plus-low-rank rule. stored: dtype of the states."""
     prepare: Any = table.kernel_module("low_rank_prepare", "triton")
     recurrent: Any = table.kernel_module("low_rank_recurrent", "triton")
     K, V = q.shape[-1], v.shape[-1]
     key = prepare.launch_key(q.dtype, K, V, BACKWARD_CHUNK if options.recurrent else options.chunk_size)
-    token = {"recurrent": recurrent.launch_key(stored, K, V)}
+    gated = key._replace(gate=prepare.token_gate_kind(q, g, options))
+    own = {"recurrent": recurrent.launch_key(stored, K, V), "prepare": gated, "gradients": gated}
     names = dict.fromkeys(stages[0][options.recurrent :] + stages[1])
-    return [(options.stage(name), token.get(name, key)) for name in names]
+    return [(options.stage(name), own.get(name, key)) for name in names]
 
 
 def token_keys(

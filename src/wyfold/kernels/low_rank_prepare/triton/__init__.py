@@ -10,17 +10,26 @@ so Q of the eager stage is not needed.
 
 from __future__ import annotations
 
-from wyfold.kernels.low_rank_prepare.triton.arguments import call_arguments
+from wyfold.kernels.low_rank_prepare.triton.arguments import call_arguments, token_gate_kind
 from wyfold.kernels.low_rank_prepare.triton.kernel import wyfold_low_rank_prepare_triton
 from wyfold.kernels.low_rank_prepare.triton.launch import empty, launch_key, prepare
 from wyfold.kernels.low_rank_prepare.triton.token_gate import wyfold_low_rank_prepare_token_gate_triton
+from wyfold.runtime.kernel_configs import LaunchKey
 
 # The kernels are exported because `kernel_configs.compiled` looks them up in this module.
 __all__ = [
     "call_arguments",
     "empty",
+    "kernels_of",
     "launch_key",
     "prepare",
+    "token_gate_kind",
     "wyfold_low_rank_prepare_token_gate_triton",
     "wyfold_low_rank_prepare_triton",
 ]
+
+
+def kernels_of(key: LaunchKey) -> tuple[str, ...]:
+    """Names of the kernels that calls of a key launch, for `explain`."""
+    kernel = wyfold_low_rank_prepare_triton if key.gate is None else wyfold_low_rank_prepare_token_gate_triton
+    return (kernel.fn.__name__,)

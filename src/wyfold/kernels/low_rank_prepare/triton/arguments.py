@@ -34,21 +34,23 @@ def call_arguments(
         options: Uses `lower_bound`, `clamp`, `recurrent`, `chunk_size`.
     """
     q, k, a, b = tokens
-    one_number = reads_token_gate(q, g, options)
-    if not one_number:
+    if token_gate_kind(q, g, options) is None:
         g = as_channels(g, q, heads)
     rows = RuleRows(q, q.stride(), k, k.stride(), a, strides(a), b, strides(b))
     gate = Gate(g, strides(g), A_log, dt_bias, options.lower_bound, options.clamp or FLOOR)
     return rows, gate, Strength(beta=beta, s_beta=strides(beta), most=1.0)
 
 
-def reads_token_gate(q: Tensor, g: Tensor | None, options: DeltaOptions) -> bool:
-    """Whether the chunk kernels for a gate of one number a token serve a call: TOKEN_GATE is set in a configuration."""
+def token_gate_kind(q: Tensor, g: Tensor | None, options: DeltaOptions) -> str | None:
+    """Kind of the gate for the chunk kernels whose gate is one number a token, or None where others serve the call.
+
+    They serve it where TOKEN_GATE is set in the configuration of `low_rank_prepare`.
+    """
     kind = gate_kind(g)
     if options.recurrent or options.activation != "given" or kind == "channel":
-        return False
+        return None
     key = LaunchKey(dtype_word(q.dtype), q.shape[3], C=options.chunk_size, gate=kind)
-    return bool(tuned("low_rank_prepare.triton", key, q.device).blocks.get("TOKEN_GATE"))
+    return kind if tuned("low_rank_prepare.triton", key, q.device).blocks.get("TOKEN_GATE") else None
 
 
 class Sizes(NamedTuple):
