@@ -10,6 +10,7 @@ from torch import Tensor
 
 import wyfold
 from wyfold import PathKeys, UnsupportedError, reference
+from wyfold.autograd import path_kernels
 from wyfold.kernels import table
 from wyfold.kernels.path_records import CHUNK
 from wyfold.reference import inputs
@@ -336,14 +337,11 @@ def test_a_positive_gate_is_refused_inside_checked():
         op(**a | {"g": -a["g"]})
 
 
-def test_kernels_are_checked_on_every_gpu(monkeypatch: pytest.MonkeyPatch):
-    """They ran on none yet."""
-    noted, usual = [], table.plan
-    monkeypatch.setattr(
-        table, "plan", lambda *args, **options: noted.append(options["unrun"]) or usual(*args, **options)
-    )
-    op(**drawn(5, dtype=torch.float32))
-    assert noted == [True]
+@pytest.mark.parametrize(
+    ("H", "tokens", "group", "count"), [(32, 8192, 1, 8), (32, 32768, 1, 1), (4, 100, 1, 4), (8, 8192, 16, 1)]
+)
+def test_heads_of_which_a_backward_holds_workspaces(H: int, tokens: int, group: int, count: int):
+    assert path_kernels._heads_at_once(H, tokens, group) == count
 
 
 def test_widths_that_fit_no_gpu_are_named(monkeypatch: pytest.MonkeyPatch):

@@ -22,11 +22,10 @@ from wyfold.runtime import check
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.layout import legal_boundaries
 
-TOKENS_AT_ONCE = 32768
-"""Tokens of all query heads of which a backward holds workspaces at once, up to this many tokens of one head.
-
-A key head with more has its workspace alone. Its launches have enough programs for a large GPU.
-"""
+TOKENS_AT_ONCE = 65536
+"""Tokens of all query heads of which a backward holds workspaces at once: enough programs for a large GPU."""
+ALONE = 16384
+"""Tokens beyond which a key head has its workspace alone, to save memory."""
 
 
 def forward(t: PathTensors, options: PathOptions, o: Tensor, keys: Tensor, lse: Tensor, rest: Tensor) -> None:
@@ -66,7 +65,7 @@ def backward(
     if o.numel() == 0:
         return
     (B, T, H), HQ, (dq, dk, dv, dw, dbeta, dg) = t.k.shape[:3], t.q.shape[2], found[:6]
-    grid, count = _grid(t, options), min(H, max(1, TOKENS_AT_ONCE // (B * T * (HQ // H))))
+    grid, count = _grid(t, options), _heads_at_once(H, B * T, HQ // H)
     for first in range(0, H, count):
         keys = slice(first, first + count)
         queries = slice(first * (HQ // H), (first + count) * (HQ // H))
@@ -80,6 +79,11 @@ def backward(
             grid,
             options,
         )
+
+
+def _heads_at_once(H: int, tokens: int, group: int) -> int:
+    """Key heads whose workspaces are held at once."""
+    return 1 if tokens > ALONE else min(H, max(1, TOKENS_AT_ONCE // (tokens * group)))
 
 
 def _heads(x: PathTiles, queries: slice, keys: slice) -> PathTiles:

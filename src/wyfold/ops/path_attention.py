@@ -177,7 +177,6 @@ def _plan(t: PathTensors, options: PathOptions, backend: str | None) -> Plan:
         if t.q.dtype == torch.float64
         else (("path_attention", f"{dtype_word(t.q.dtype)} K{int(t.k.shape[3])}"),),
         trials=lambda: (_trial(t, options),),
-        unrun=True,
     )
 
 
