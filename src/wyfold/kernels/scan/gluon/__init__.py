@@ -32,14 +32,14 @@ from torch import Tensor
 
 from wyfold.kernels.pipeline.gluon import Sizes, chunk_descriptors
 from wyfold.kernels.records import Prepared, Slots
-from wyfold.kernels.scan.gluon.kernel import States, Tokens, wyfold_scan_gluon
+from wyfold.kernels.scan.gluon.kernel import Tokens, wyfold_scan_gluon
 from wyfold.kernels.scan.triton import scan_key, sequences_to_run, slot_arguments
-from wyfold.kernels.scan.triton.arguments import segment_tables
+from wyfold.kernels.scan.triton.arguments import States, segment_tables
 from wyfold.runtime.chunk_layout import ChunkGrid, Segments
 from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
-from wyfold.tile.index.triton import Packing, strides
+from wyfold.tile.index.triton import Packing, with_strides
 from wyfold.tile.index.triton.descriptors import tma_readable
 
 
@@ -61,28 +61,11 @@ def scan(
     from_borders: bool | None = None,
     slots: Slots | None = None,
 ) -> None:
-    """Run every sequence from its entering state, with the arguments of the Triton launch.
+    """Run every sequence from its entering state. The arguments are those of the Triton launch.
 
-    Calls that want intermediate states use the Triton launch (`table.selected_backend`). Tokens that TMA cannot read
-    are copied first.
-
-    Args:
-        q, k: [B, T, H, K] tokens, bfloat16, with the K of the configuration's row for `key`; all rows have K 128.
-        v: [B, T, HV, V].
-        prepared: From `prepare`.
-        initial_state: [N, HV, K, V] view of any strides and float dtype, or None (zeros).
-        grid: Chunk grid of the call, or of its segments, with chunks of 64.
-        options: Uses `scale` and `erases`.
-        key: Key of the launch configuration.
-        o: [B, T, HV, V] written.
-        final_state: [N, HV, K, V] view, written, or None.
-        states, first_state: None. They are arguments because both launches are called alike; only the Triton launch
-            stores intermediate states.
-        segments: Layout of the segments, whose sequences are those of the states; None if no sequence is cut.
-        borders: [borders, HV, K, V] view, states entering the segments that do not begin a sequence.
-        from_borders: Whether to run only those segments, or only the others; None if no sequence is cut.
-        slots: Slots of a pool, which then is `final_state`, and `initial_state` if no sequence is cut; None: states are
-            indexed by sequence.
+    Tokens are bfloat16, with the K of the configuration's row for `key`: all rows have 128. Chunks have 64 tokens.
+    Tokens that TMA cannot read are copied first. `states` and `first_state` are None: calls that want intermediate
+    states use the Triton launch (`table.selected_backend`).
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
     concurrent = grid.sequences if segments is None else segments.expected
@@ -108,8 +91,8 @@ def scan(
         x_write=x_E if folded else x_W,
         x_F=x_F,
         x_o=x_o,
-        tokens=Tokens(h_q=q.stride(2), h_k=k.stride(2), h_v=v.stride(2), o=out_rows, s_o=out_rows.stride()),
-        states=States(S0=initial_state, s_S0=strides(initial_state), ST=final_state, s_ST=strides(final_state)),
+        tokens=with_strides(Tokens, h_q=q.stride(2), h_k=k.stride(2), h_v=v.stride(2), o=out_rows),
+        states=with_strides(States, S0=initial_state, ST=final_state),
         segments=segment_tables(segments, borders, selected),
         packing=Packing(cu=grid.cu, first=grid.first),
         N=0 if segments is None else segments.sequences,

@@ -14,29 +14,21 @@ from wyfold.tile.index.gluon import clear_rows, tma_store
 
 
 class Globals(NamedTuple):
-    """Global memory that the consumers access themselves; `s_` are the strides.
+    """Global memory that the consumers access themselves.
 
     Attributes:
         total: Decays of a scalar gate.
         x_o: TMA descriptor of the output.
         scale: Factor of the output.
-        S0: Initial states, or None.
-        borders: States at the borders of segments, or None.
-        o: Output pointer, for the partial chunk.
-        ST: Final states, or None.
+        tokens, states, segments: Arguments of the kernel.
     """
 
     total: Any
     x_o: Any
     scale: Any
-    S0: Any
-    s_S0: Any
-    borders: Any
-    s_borders: Any
-    o: Any
-    s_o: Any
-    ST: Any
-    s_ST: Any
+    tokens: Any
+    states: Any
+    segments: Any
 
 
 @gluon.jit
@@ -47,12 +39,12 @@ def consumer(gmem, ring, out, coords, part, SIZES: gl.constexpr):
     BW: gl.constexpr = SIZES.BV // SIZES.PARTS
     CHANNEL: gl.constexpr = SIZES.CHANNEL
     LS: gl.constexpr = layouts(SIZES.K, SIZES.BT, gl.num_warps()).state
-    span, state = coords.span, coords.state
+    span, state, states, segments = coords.span, coords.state, gmem.states, gmem.segments
     row = span.column + part * BW
     # The state enters at the border before the segment.
     S = load_state(
-        gmem.S0, gmem.s_S0, state.n, state.begins, gmem.borders, gmem.s_borders, state.border - 1, state.exists,
-        span.hv, row, SIZES,
+        states.S0, states.s_S0, state.n, state.begins, segments.borders, segments.s_borders, state.border - 1,
+        state.exists, span.hv, row, SIZES,
     )  # fmt: skip
     opaque_zero = gl.minimum(span.steps, 0)
     total = 0.0
@@ -77,7 +69,7 @@ def consumer(gmem, ring, out, coords, part, SIZES: gl.constexpr):
     to = state.n
     if state.to is not None:
         to = state.to
-    store_state(gmem.ST, gmem.s_ST, to, state.ends, span.hv, row, S, SIZES)
+    store_state(states.ST, states.s_ST, to, state.ends, span.hv, row, S, SIZES)
     tma.store_wait(pendings=0)
 
 
@@ -175,12 +167,14 @@ def _store_tail(gmem, span, part, i, buffer, SIZES: gl.constexpr):
     LO: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BW, BW // 8], [gl.num_warps(), 1], [1, 0])
     o_t = gl.arange(0, BT, layout=gl.SliceLayout(1, LO))
     o_v = span.column + part * BW + gl.arange(0, BW, layout=gl.SliceLayout(0, LO))
-    first = span.b * gmem.s_o[0] + (span.t + i * BT) * gmem.s_o[1] + span.hv * gmem.s_o[2]
+    first = span.b * gmem.tokens.s_o[0] + (span.t + i * BT) * gmem.tokens.s_o[1] + span.hv * gmem.tokens.s_o[2]
     # o has a descriptor, so its last stride is 1. Multiplying by the runtime stride would split the store into
     # single numbers.
-    offsets = o_t.to(gl.int64)[:, None] * gmem.s_o[1] + o_v[None, :]
+    offsets = o_t.to(gl.int64)[:, None] * gmem.tokens.s_o[1] + o_v[None, :]
     # o_v >= 0 is always true; it gives the mask the second dimension of the pointers.
-    gl.store(gmem.o + first + offsets, buffer.load(LO), mask=(o_t < span.tail_rows)[:, None] & (o_v >= 0)[None, :])
+    gl.store(
+        gmem.tokens.o + first + offsets, buffer.load(LO), mask=(o_t < span.tail_rows)[:, None] & (o_v >= 0)[None, :]
+    )
 
 
 @gluon.jit
@@ -200,6 +194,6 @@ def _release(gmem, ring, out, span, part, stage, i, SIZES: gl.constexpr):
     """
     release(ring, stage, i > 0, SIZES.STAGES)
     if i > 0:
-        column = (span.hv * gmem.s_o[2]).to(gl.int32) + span.column + part * (SIZES.BV // SIZES.PARTS)
+        column = (span.hv * gmem.tokens.s_o[2]).to(gl.int32) + span.column + part * (SIZES.BV // SIZES.PARTS)
         buffer = _out_buffer(out, part, stage_before(stage, SIZES.STAGES), i - 1, SIZES)
         tma_store(gmem.x_o, [span.token + (i - 1) * SIZES.BT, column], buffer)

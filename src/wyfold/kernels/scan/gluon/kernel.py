@@ -30,21 +30,6 @@ class Tokens(NamedTuple):
     end: None = None
 
 
-class States(NamedTuple):
-    """Kernel argument: states [N, HV, K, V], each with its strides; None where the call has none.
-
-    Attributes:
-        S0, s_S0: Initial states.
-        ST, s_ST: Final states, written.
-    """
-
-    S0: Any
-    s_S0: Any
-    ST: Any
-    s_ST: Any
-    end: None = None
-
-
 class Coords(NamedTuple):
     """Coordinates of a program: its chunks, and where its states come from and go to."""
 
@@ -126,10 +111,7 @@ def wyfold_scan_gluon(
     out = ring.x
     if OUT > 0:
         out = gl.allocate_shared_memory(x_o.dtype, [OUT * PARTS, BT, BW], x_o.layout)
-    gmem = Globals(
-        x_total, x_o, scale, states.S0, states.s_S0, segments.borders, segments.s_borders, tokens.o, tokens.s_o,
-        states.ST, states.s_ST,
-    )  # fmt: skip
+    gmem = Globals(x_total, x_o, scale, tokens, states, segments)
     count = span.steps + (span.tail_rows > 0).to(gl.int32)
     coords = Coords(span, Ends(i_n, i_border, i_n < N, begins, ends, i_to))
     specialize(consumer, gmem, ring, out, coords, produce, (inputs, ring, count, False, SIZES), SIZES)

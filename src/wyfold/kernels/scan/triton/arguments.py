@@ -44,9 +44,9 @@ class States(NamedTuple):
     s_S0: Any
     ST: Any
     s_ST: Any
-    kept: Any
-    s_kept: Any
-    first_kept: Any
+    kept: Any = None
+    s_kept: Any = None
+    first_kept: Any = None
     end: None = None
 
 

@@ -42,7 +42,7 @@ from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.index.gluon import gluon_descriptors
-from wyfold.tile.index.triton import Packing, strides
+from wyfold.tile.index.triton import Packing, with_strides
 from wyfold.tile.index.triton.descriptors import all_or_none, require_descriptors, tile_descriptor, tma_readable
 
 
@@ -64,24 +64,10 @@ def scan_bwd(
     leaving: Tensor | None = None,
     half: Half = "both",
 ) -> None:
-    """States and their gradients at the borders of every chunk, with the arguments of the Triton launch.
+    """States and their gradients at the borders of every chunk. The arguments are those of the Triton launch.
 
-    Tokens that TMA cannot read are copied first.
-
-    Args:
-        q, k: [B, T, H, K] tokens, bfloat16, K 64 or 128, as the table's row for `key` says.
-        v, do: [B, T, HV, V].
-        prepared: From `prepare`, including W.
-        initial_state: [N, HV, K, V] view of any strides and float dtype, or None (zeros).
-        dST: [N, HV, K, V] view, gradient of the final state, or None (zeros).
-        grid: Chunk grid of the call, or of its segments, with chunks of 64.
-        options: Uses `scale`.
-        key: Key of the launch configuration.
-        dS0: [N, HV, K, V] view, written, or None.
-        borders: From `token_borders`, written.
-        segments: Layout of the segments, whose sequences are those of the states; None if no sequence is cut.
-        entering, leaving: [borders, HV, K, V] views, states at the segments' borders and their gradients.
-        half: Half to run: "forward" reads no gradient of a state, "reverse" no state.
+    Tokens are bfloat16, with the K of the configuration's row for `key`, 64 or 128. Chunks have 64 tokens. Tokens that
+    TMA cannot read are copied first. `prepared` includes W.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
     config = tuned("scan_bwd.gluon", scan_bwd_key(key, grid.sequences, v), q.device)
@@ -114,9 +100,7 @@ def scan_bwd(
         x_e=x_e,
         x_X=x_X,
         heads=Heads(h_q=q.stride(2), h_k=k.stride(2), h_v=v.stride(2), h_do=do.stride(2)),
-        states=States(
-            S0=initial_state, s_S0=strides(initial_state), dST=dST, s_dST=strides(dST), dS0=dS0, s_dS0=strides(dS0)
-        ),
+        states=with_strides(States, S0=initial_state, dST=dST, dS0=dS0),
         segments=segment_tables(segments, entering, leaving),
         packing=Packing(cu=grid.cu, first=grid.first),
         N=grid.sequences if segments is None else segments.sequences,

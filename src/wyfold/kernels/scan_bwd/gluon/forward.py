@@ -26,9 +26,12 @@ def forward_half(gmem, smem, coords, part, SIZES: gl.constexpr):
     BT: gl.constexpr = SIZES.BT
     CHANNEL: gl.constexpr = SIZES.CHANNEL
     BW: gl.constexpr = SIZES.BV // SIZES.PARTS
+    states, segments = gmem.states, gmem.segments
     first_row = coords.column + part * BW
     before = coords.border - 1
-    S = load_state(gmem.S0, gmem.s_S0, coords.begins, gmem.entering, gmem.s_entering, before, coords, first_row, K, BW)
+    S = load_state(
+        states.S0, states.s_S0, coords.begins, segments.entering, segments.s_entering, before, coords, first_row, K, BW
+    )
     total = 0.0
     if not CHANNEL:
         total = gl.load(gmem.total + coords.tile, mask=coords.steps + coords.tail_rows > 0, other=0.0)

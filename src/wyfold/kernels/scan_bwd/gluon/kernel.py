@@ -104,23 +104,7 @@ def wyfold_scan_bwd_gluon(
     barrier()
 
     smem = Smem(q, k, x, rows, total, square, write, state, tokens, full, free)
-    gmem = Globals(
-        x_total,
-        x_S,
-        x_dS,
-        x_e,
-        x_X,
-        states.S0,
-        states.s_S0,
-        states.dST,
-        states.s_dST,
-        states.dS0,
-        states.s_dS0,
-        segments.entering,
-        segments.s_entering,
-        segments.leaving,
-        segments.s_leaving,
-    )
+    gmem = Globals(x_total, x_S, x_dS, x_e, x_X, states, segments)
     inputs = TmaInputs(
         x_q,
         x_k,

@@ -71,15 +71,12 @@ class TmaInputs(NamedTuple):
 
 
 class Globals(NamedTuple):
-    """Global memory that the consumers access themselves; `s_` are the strides.
+    """Global memory that the consumers access themselves.
 
     Attributes:
         total: Decays of a scalar gate.
         S, dS, e, X: TMA descriptors of a chunk's results.
-        S0: Initial states, or None.
-        dST: Gradients of the final states, or None.
-        dS0: Gradients of the initial states, or None.
-        entering, leaving: States at the borders of segments and their gradients, or None.
+        states, segments: Arguments of the kernel.
     """
 
     total: Any
@@ -87,16 +84,8 @@ class Globals(NamedTuple):
     dS: Any
     e: Any
     X: Any
-    S0: Any
-    s_S0: Any
-    dST: Any
-    s_dST: Any
-    dS0: Any
-    s_dS0: Any
-    entering: Any
-    s_entering: Any
-    leaving: Any
-    s_leaving: Any
+    states: Any
+    segments: Any
 
 
 class Coords(NamedTuple):

@@ -27,10 +27,12 @@ def reverse_half(gmem, smem, coords, unit, scale, part, SIZES: gl.constexpr):
     BT: gl.constexpr = SIZES.BT
     CHANNEL: gl.constexpr = SIZES.CHANNEL
     BW: gl.constexpr = SIZES.BV // SIZES.PARTS
+    states, segments = gmem.states, gmem.segments
     first_row = coords.column + part * BW
     dS = load_state(
-        gmem.dST, gmem.s_dST, coords.ends, gmem.leaving, gmem.s_leaving, coords.border, coords, first_row, K, BW
-    )
+        states.dST, states.s_dST, coords.ends, segments.leaving, segments.s_leaving, coords.border, coords, first_row,
+        K, BW,
+    )  # fmt: skip
     # Without a token the gradient passes through unchanged.
     unit = gl.where(coords.steps + coords.tail_rows > 0, unit, 1.0)
     dS = dS * (1.0 / unit)
@@ -62,10 +64,10 @@ def reverse_half(gmem, smem, coords, unit, scale, part, SIZES: gl.constexpr):
         fence_async_shared()
         tma_store(gmem.X, [coords.tile * BT, first_row], smem.tokens.index(part))
     dS = dS * unit
-    if gmem.leaving is None:
-        store_state(gmem.dS0, gmem.s_dS0, coords, first_row, dS, K, BW)
+    if segments.leaving is None:
+        store_state(states.dS0, states.s_dS0, coords, first_row, dS, K, BW)
     elif coords.begins:
-        store_state(gmem.dS0, gmem.s_dS0, coords, first_row, dS, K, BW)
+        store_state(states.dS0, states.s_dS0, coords, first_row, dS, K, BW)
 
 
 @gluon.jit

@@ -59,7 +59,7 @@ def segment_summary(
         prepared: From `prepare`.
         initial_state: [N, HV, K, V] view of any strides and float dtype, or None (zeros).
         segments: Layout of the segments.
-        options: Not read: `prepared.rows` say whether keys read the state. The Gluon launch has other code for it.
+        options: The Gluon launch reads `erases`; here `prepared.rows` say whether keys read the state.
         key: Key of the launch configuration.
         H: [borders, HV, K, V] float32 view, written.
         M: [borders, HV, K, K] float32 view, written; zeros for a segment that begins a sequence. Only a row of zeros

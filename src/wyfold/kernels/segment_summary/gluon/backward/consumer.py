@@ -16,21 +16,17 @@ from wyfold.tile.inverse.triton import nonzero_beta
 
 
 class Globals(NamedTuple):
-    """Global memory that the consumers access themselves; `s_` are the strides.
+    """Global memory that the consumers access themselves.
 
     Attributes:
         total: Decays of a scalar gate.
         scale: Factor of the outputs.
-        dST: Gradients of the final states, or None.
-        c: Results.
+        gradients: Argument of the kernel.
     """
 
     total: Any
     scale: Any
-    dST: Any
-    s_dST: Any
-    c: Any
-    s_c: Any
+    gradients: Any
 
 
 @gluon.jit
@@ -44,7 +40,9 @@ def consumer(gmem, ring, smem, coords, part, SIZES: gl.constexpr):
     LS: gl.constexpr = layouts(SIZES.K, SIZES.BT, gl.num_warps()).state
     span, count = coords.span, coords.count
     row = span.column + part * BW
-    dS = load_state(gmem.dST, gmem.s_dST, coords.n, coords.ends, None, None, None, None, span.hv, row, SIZES)
+    dS = load_state(
+        gmem.gradients.dST, gmem.gradients.s_dST, coords.n, coords.ends, None, None, None, None, span.hv, row, SIZES
+    )
     opaque_zero = gl.minimum(count, 0)
     total = 0.0
     next_total = 0.0
@@ -68,7 +66,7 @@ def consumer(gmem, ring, smem, coords, part, SIZES: gl.constexpr):
         next_total = later_total
         stage, phase = next_stage(stage, phase, SIZES.STAGES)
     if coords.needed != 0:
-        store_state(gmem.c, gmem.s_c, coords.border, None, span.hv, row, dS, SIZES)
+        store_state(gmem.gradients.c, gmem.gradients.s_c, coords.border, None, span.hv, row, dS, SIZES)
 
 
 @gluon.jit

@@ -83,6 +83,6 @@ def wyfold_segment_summary_bwd_gluon(
         (i_hv * heads.h_do).to(gl.int32) + span.column, x_q, x_k, x_do, x_rows, x_total, x_write, x_F,
     )  # fmt: skip
     ring = ring_of(inputs, SIZES)
-    gmem = Globals(x_total, scale, gradients.dST, gradients.s_dST, gradients.c, gradients.s_c)
+    gmem = Globals(x_total, scale, gradients)
     coords = Coords(needed, span, i_n, i_border - 1, ends, count, tail_rows)
     specialize(consumer, gmem, ring, None, coords, produce, (inputs, ring, count, True, SIZES), SIZES)

@@ -12,7 +12,7 @@ from wyfold.runtime.chunk_layout import Segments
 from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
-from wyfold.tile.index.triton import Packing, strides
+from wyfold.tile.index.triton import Packing, with_strides
 from wyfold.tile.index.triton.descriptors import tma_readable
 
 
@@ -31,18 +31,8 @@ def segment_summary_bwd(
 ) -> None:
     """Gradients of the states entering the segments that begin at borders.
 
-    The arguments are those of the Triton launch. Tokens that TMA cannot read are copied first.
-
-    Args:
-        q, k: [1, T, H, K] tokens of all rows, bfloat16, K 64 or 128, as the table's row for `key` says.
-        prepared: From `prepare`, including W.
-        do: [1, T, HV, V].
-        dST: [N, HV, K, V] view, gradient of the final state, or None (zeros).
-        segments: Layout of the segments, with chunks of 64.
-        options: Uses `scale`.
-        key: Key of the launch configuration.
-        c: [borders, HV, K, V] float32 view, written.
-        horizon: As of the Triton launch.
+    The arguments are those of the Triton launch. Tokens are bfloat16, with the K of the configuration's row for
+    `key`, 64 or 128. Chunks have 64 tokens. Tokens that TMA cannot read are copied first. `prepared` includes W.
     """
     (HK, K), (HV, V), grid = q.shape[2:], do.shape[2:], segments.grid
     config = tuned("segment_summary.gluon", key._replace(launch="bwd"), q.device)
@@ -67,7 +57,7 @@ def segment_summary_bwd(
         x_write=x_E if folded else x_W,
         p_rows=prepared.rows if horizon else None,
         heads=Heads(h_q=q.stride(2), h_k=k.stride(2), h_do=do.stride(2)),
-        gradients=Gradients(dST=dST, s_dST=strides(dST), c=c, s_c=strides(c)),
+        gradients=with_strides(Gradients, dST=dST, c=c),
         segments=SegmentIndex(sequence=segments.sequence, first=segments.first, leading=segments.leading),
         packing=Packing(cu=grid.cu, first=grid.first),
         N=segments.sequences,

@@ -15,21 +15,15 @@ from wyfold.tile.index.gluon import barrier
 
 
 class Globals(NamedTuple):
-    """Global memory that the consumers access themselves; `s_` are the strides.
+    """Global memory that the consumers access themselves.
 
     Attributes:
         total: Decays of a scalar gate.
-        S0: Initial states, or None.
-        H, M: Results.
+        maps: Argument of the kernel.
     """
 
     total: Any
-    S0: Any
-    s_S0: Any
-    H: Any
-    s_H: Any
-    M: Any
-    s_M: Any
+    maps: Any
 
 
 @gluon.jit
@@ -50,7 +44,9 @@ def consumer(gmem, ring, smem, coords, part, SIZES: gl.constexpr):
         o_v, o_k = row + gl.arange(0, BW, layout=gl.SliceLayout(1, LS)), gl.arange(0, K, layout=gl.SliceLayout(0, LS))
         S = ((o_v[:, None] == o_k[None, :]) & (o_k[None, :] >= gl.where(coords.begins, K, 0))).to(gl.float32)
     else:
-        S = load_state(gmem.S0, gmem.s_S0, coords.n, coords.begins, None, None, None, None, span.hv, row, SIZES)
+        S = load_state(
+            gmem.maps.S0, gmem.maps.s_S0, coords.n, coords.begins, None, None, None, None, span.hv, row, SIZES
+        )
     opaque_zero = gl.minimum(span.steps, 0)
     total = 0.0
     next_total = 0.0
@@ -86,11 +82,11 @@ def consumer(gmem, ring, smem, coords, part, SIZES: gl.constexpr):
                 barrier()
     if coords.needed != 0:
         if coords.of_H != 0:
-            store_state(gmem.H, gmem.s_H, coords.border, None, span.hv, row, S, SIZES)
+            store_state(gmem.maps.H, gmem.maps.s_H, coords.border, None, span.hv, row, S, SIZES)
         else:
             # Mark for `segment_fold`: rows of zeros get the other sign, which no other zero has.
             S = gl.where(S == 0.0, 0.0, S) * gl.where(all_zeros(S), -1.0, 1.0)
-            store_state(gmem.M, gmem.s_M, coords.border, None, span.hv, row, S, SIZES)
+            store_state(gmem.maps.M, gmem.maps.s_M, coords.border, None, span.hv, row, S, SIZES)
 
 
 @gluon.jit

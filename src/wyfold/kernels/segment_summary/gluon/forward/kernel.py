@@ -78,7 +78,7 @@ def wyfold_segment_summary_gluon(
     )  # fmt: skip
     ring = ring_of(inputs, SIZES)
     smem = _flags(ring, of_H, span.steps, SIZES)
-    gmem = Globals(x_total, maps.S0, maps.s_S0, maps.H, maps.s_H, maps.M, maps.s_M)
+    gmem = Globals(x_total, maps)
     coords = Coords(of_H, needed, span, i_n, i_border, begins)
     specialize(consumer, gmem, ring, smem, coords, producer, (inputs, ring, smem, of_H, span.steps, SIZES), SIZES)
     # Keep the barriers' memory allocated: no other buffer may reuse it (docs/facts/hopper.md, KDA-NAN-1).

@@ -12,7 +12,7 @@ from wyfold.runtime.chunk_layout import Segments
 from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
-from wyfold.tile.index.triton import Packing, strides
+from wyfold.tile.index.triton import Packing, with_strides
 from wyfold.tile.index.triton.descriptors import tma_readable
 
 
@@ -29,22 +29,10 @@ def segment_summary(
     *,
     horizon: bool,
 ) -> None:
-    """Maps of the segments that end at borders.
+    """Maps of the segments that end at borders. The arguments are those of the Triton launch.
 
-    The arguments are those of the Triton launch. Tokens that TMA cannot read are copied first.
-
-    Args:
-        k: [1, T, H, K] tokens of all rows, bfloat16, K 64 or 128, as the table's row for `key` says.
-        v: [1, T, HV, V].
-        prepared: From `prepare`.
-        initial_state: [N, HV, K, V] view of any strides and float dtype, or None (zeros).
-        segments: Layout of the segments, with chunks of 64.
-        options: Uses `erases`.
-        key: Key of the launch configuration.
-        H: [borders, HV, K, V] float32 view, written.
-        M: [borders, HV, K, K] float32 view, written; zeros for a segment that begins a sequence. Only a row of zeros
-            holds negative zeros.
-        horizon: As of the Triton launch.
+    Tokens are bfloat16, with the K of the configuration's row for `key`, 64 or 128. Chunks have 64 tokens. Tokens that
+    TMA cannot read are copied first.
     """
     (HK, K), (HV, V), grid = k.shape[2:], v.shape[2:], segments.grid
     config = tuned("segment_summary.gluon", key._replace(launch="fwd"), k.device)
@@ -66,7 +54,7 @@ def segment_summary(
         x_write=x_E if folded else x_W,
         p_rows=prepared.rows if horizon else None,
         heads=Heads(h_k=k.stride(2), h_v=v.stride(2)),
-        maps=Maps(S0=initial_state, s_S0=strides(initial_state), H=H, s_H=strides(H), M=M, s_M=strides(M)),
+        maps=with_strides(Maps, S0=initial_state, H=H, M=M),
         segments=SegmentIndex(sequence=segments.sequence, first=segments.first, leading=segments.leading),
         packing=Packing(cu=grid.cu, first=grid.first),
         N=segments.sequences,
