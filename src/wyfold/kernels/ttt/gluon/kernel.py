@@ -96,11 +96,7 @@ def wyfold_ttt_gluon(
     inputs = TmaInputs(
         x_q, x_k, x_v, (i_h * heads.h_q).to(gl.int32), (i_h * heads.h_k).to(gl.int32), (i_hv * heads.h_v).to(gl.int32)
     )
-    gmem = Globals(
-        tokens.w, tokens.s_w, tokens.u, tokens.s_u, tokens.eta, tokens.s_eta, tokens.col, tokens.s_col, states.S0,
-        states.s_S0, states.c0, states.s_c0, states.ST, states.s_ST, states.cT, states.s_cT, results.o, results.N,
-        results.X, results.S, results.c, results.rows,
-    )  # fmt: skip
+    gmem = Globals(tokens, states, results)
     coords = Coords(i_n, i_hv, i_c * HV + i_hv, b, t, (b * T + t).to(gl.int32), length, segments, padding)
     gl.warp_specialize(
         [

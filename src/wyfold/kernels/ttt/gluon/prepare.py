@@ -22,23 +22,24 @@ def prepare_segments(
     L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, L)
     LT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    tokens = gmem.tokens
     o_v = gl.arange(0, D, layout=gl.SliceLayout(0, L))
-    w = parameter(gmem.w, gmem.s_w, coords.hv, o_v)[None, :]
-    u = parameter(gmem.u, gmem.s_u, coords.hv, o_v)[None, :]
+    w = parameter(tokens.w, tokens.s_w, coords.hv, o_v)[None, :]
+    u = parameter(tokens.u, tokens.s_u, coords.hv, o_v)[None, :]
     o_t = gl.arange(0, SEGMENT, layout=LT)
-    p_eta = gmem.eta + coords.b * gmem.s_eta[0] + coords.t * gmem.s_eta[1] + coords.hv * gmem.s_eta[2]
+    p_eta = tokens.eta + coords.b * tokens.s_eta[0] + coords.t * tokens.s_eta[1] + coords.hv * tokens.s_eta[2]
     stage = 0
     phase = 0
     for j in range(coords.segments):
         first = j * SEGMENT
         rows = gl.minimum(coords.length - first, SEGMENT).to(gl.int32)
         last = first + gl.minimum((o_t // BT + 1) * BT, rows) - 1
-        own = gl.load(p_eta + (first + o_t).to(gl.int64) * gmem.s_eta[1], mask=o_t < rows, other=0.0)
-        close = gl.load(p_eta + last.to(gl.int64) * gmem.s_eta[1], mask=o_t < rows, other=0.0)
+        own = gl.load(p_eta + (first + o_t).to(gl.int64) * tokens.s_eta[1], mask=o_t < rows, other=0.0)
+        close = gl.load(p_eta + last.to(gl.int64) * tokens.s_eta[1], mask=o_t < rows, other=0.0)
         factor = gl.where(o_t < rows, 1.0, 0.0)
-        if gmem.col is not None:
-            p_col = gmem.col + coords.b * gmem.s_col[0] + coords.t * gmem.s_col[1] + coords.hv * gmem.s_col[2]
-            offsets = (first + o_t).to(gl.int64) * gmem.s_col[1]
+        if tokens.col is not None:
+            p_col = tokens.col + coords.b * tokens.s_col[0] + coords.t * tokens.s_col[1] + coords.hv * tokens.s_col[2]
+            offsets = (first + o_t).to(gl.int64) * tokens.s_col[1]
             factor = gl.load(p_col + offsets, mask=o_t < rows, other=0.0).to(gl.float32)
         row_number = smem.row_numbers.index(stage)
         mbarrier.wait(smem.loaded.index(stage), phase)

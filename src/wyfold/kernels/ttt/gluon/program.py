@@ -81,36 +81,11 @@ class TmaInputs(NamedTuple):
 
 
 class Globals(NamedTuple):
-    """Pointers and strides that the groups of warps use without TMA; o and all fields after it are contiguous.
+    """Arguments of the kernel that the groups of warps use without TMA; `results` are contiguous."""
 
-    Attributes:
-        w, u, eta, col, S0, c0, ST, cT: Parameters, steps, factors, initial and final states, each followed by strides.
-        o: Output.
-        N, X, S, c, rows: `SegmentBorders`; None where no backward follows.
-    """
-
-    w: Any
-    s_w: Any
-    u: Any
-    s_u: Any
-    eta: Any
-    s_eta: Any
-    col: Any
-    s_col: Any
-    S0: Any
-    s_S0: Any
-    c0: Any
-    s_c0: Any
-    ST: Any
-    s_ST: Any
-    cT: Any
-    s_cT: Any
-    o: Any
-    N: Any
-    X: Any
-    S: Any
-    c: Any
-    rows: Any
+    tokens: Any
+    states: Any
+    results: Any
 
 
 class Coords(NamedTuple):

@@ -38,11 +38,12 @@ def read_segments(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, LO, 2)
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     INVERSE: gl.constexpr = 1.0 / D
+    tokens, results = gmem.tokens, gmem.results
     o_r = gl.arange(0, SEGMENT, layout=gl.SliceLayout(1, LO))[:, None]
     o_s = gl.arange(0, SEGMENT, layout=gl.SliceLayout(0, LO))[None, :]
     o_v = gl.arange(0, D, layout=gl.SliceLayout(0, LO))
-    w = parameter(gmem.w, gmem.s_w, coords.hv, o_v)[None, :]
-    u = parameter(gmem.u, gmem.s_u, coords.hv, o_v)[None, :]
+    w = parameter(tokens.w, tokens.s_w, coords.hv, o_v)[None, :]
+    u = parameter(tokens.u, tokens.s_u, coords.hv, o_v)[None, :]
     before = o_s // BT < o_r // BT
     own = (o_s // BT == o_r // BT) & (o_s <= o_r)
     zero_acc = gl.zeros([SEGMENT, SEGMENT], gl.float32, LO)
@@ -76,7 +77,7 @@ def read_segments(
 
         token = coords.token + j * SEGMENT
         rows = gl.minimum(coords.length - j * SEGMENT, SEGMENT).to(gl.int32)
-        _store_tokens(gmem.o, token, coords.hv, rows, smem.o.load(L), HV, D, SEGMENT, L)
+        _store_tokens(results.o, token, coords.hv, rows, smem.o.load(L), HV, D, SEGMENT, L)
         if FOR_BACKWARD:
             _store_for_backward(gmem, smem, coords, stage, token, rows, tile, HV, D, SEGMENT)
         # No fence: all data read from the stage is in registers, and a fence would wait for the stores above.
@@ -87,7 +88,7 @@ def read_segments(
     token = (coords.token + coords.length).to(gl.int32)
     for j in range(((coords.padding + SEGMENT - 1) // SEGMENT).to(gl.int32)):
         rows = gl.minimum(coords.padding - j * SEGMENT, SEGMENT).to(gl.int32)
-        _store_tokens(gmem.o, token + j * SEGMENT, coords.hv, rows, zeros, HV, D, SEGMENT, L)
+        _store_tokens(results.o, token + j * SEGMENT, coords.hv, rows, zeros, HV, D, SEGMENT, L)
 
 
 @gluon.jit
@@ -98,16 +99,17 @@ def _store_for_backward(
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     LT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     ROW4: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [gl.num_warps(), 1], [1, 0])
-    _store_tokens(gmem.N, token, coords.hv, rows, smem.N.index(stage).load(L), HV, D, SEGMENT, L)
-    _store_tokens(gmem.X, token, coords.hv, rows, smem.X.index(stage).load(L), HV, D, SEGMENT, L)
+    results = gmem.results
+    _store_tokens(results.N, token, coords.hv, rows, smem.N.index(stage).load(L), HV, D, SEGMENT, L)
+    _store_tokens(results.X, token, coords.hv, rows, smem.X.index(stage).load(L), HV, D, SEGMENT, L)
     xy = smem.row_stats[1].index(stage).load(LT)
     stats = gl.join(smem.row_stats[0].index(stage).load(LT), smem.row_stats[2].index(stage).load(LT))
     stats = gl.convert_layout(gl.join(stats, gl.join(xy, xy)).reshape((SEGMENT, 4)), ROW4)
-    _store_tokens(gmem.rows, token, coords.hv, rows, stats, HV, 4, SEGMENT, ROW4)
+    _store_tokens(results.rows, token, coords.hv, rows, stats, HV, 4, SEGMENT, ROW4)
     o_w = gl.arange(0, D, layout=gl.SliceLayout(1, L)) * D
     o_k = gl.arange(0, D, layout=gl.SliceLayout(0, L))
-    gl.store(gmem.S + tile * (D * D) + (o_w[:, None] + o_k[None, :]), smem.S.index(stage).load(L))
-    gl.store(gmem.c + tile * D + gl.arange(0, D, layout=LT), smem.c.index(stage).load(LT))
+    gl.store(results.S + tile * (D * D) + (o_w[:, None] + o_k[None, :]), smem.S.index(stage).load(L))
+    gl.store(results.c + tile * D + gl.arange(0, D, layout=LT), smem.c.index(stage).load(LT))
 
 
 @gluon.jit

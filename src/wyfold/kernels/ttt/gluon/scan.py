@@ -40,16 +40,17 @@ def scan_segments(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, LS, 2)
     L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, L)
+    tokens, states = gmem.tokens, gmem.states
     o_v = gl.arange(0, D, layout=gl.SliceLayout(1, LS))
     o_k = gl.arange(0, D, layout=gl.SliceLayout(0, LS))
     S = gl.zeros([D, D], gl.float32, LS)
     c = gl.zeros([D, BT], gl.float32, LS)
-    if gmem.S0 is not None:
-        S = gl.load(gmem.S0 + state_offsets(gmem.s_S0, coords.n, coords.hv, o_v, o_k)).to(gl.float32)
-    if gmem.c0 is not None:
-        p_c0 = gmem.c0 + coords.n * gmem.s_c0[0] + coords.hv * gmem.s_c0[1]
-        c += gl.load(p_c0 + o_v.to(gl.int64) * gmem.s_c0[3]).to(gl.float32)[:, None]
-    w = parameter(gmem.w, gmem.s_w, coords.hv, gl.arange(0, D, layout=gl.SliceLayout(0, L)))
+    if states.S0 is not None:
+        S = gl.load(states.S0 + state_offsets(states.s_S0, coords.n, coords.hv, o_v, o_k)).to(gl.float32)
+    if states.c0 is not None:
+        p_c0 = states.c0 + coords.n * states.s_c0[0] + coords.hv * states.s_c0[1]
+        c += gl.load(p_c0 + o_v.to(gl.int64) * states.s_c0[3]).to(gl.float32)[:, None]
+    w = parameter(tokens.w, tokens.s_w, coords.hv, gl.arange(0, D, layout=gl.SliceLayout(0, L)))
     ww = (w * w)[None, :]
     sum_ww = gl.sum(w * w, 0)
     ones = gl.full([BT, BT], 1.0, gl.bfloat16, RIGHT)
@@ -118,12 +119,13 @@ def _inner_gradient(d, wt, ww, sum_ww, sum_t, factor, eps):
 @gluon.jit
 def _store_state(gmem, coords, S, c, o_v, o_k):
     """Store the state and the bias that leave the sequence, if they are wanted."""
-    if gmem.ST is not None:
-        offsets = state_offsets(gmem.s_ST, coords.n, coords.hv, o_v, o_k)
-        gl.store(gmem.ST + offsets, S.to(gmem.ST.dtype.element_ty))
-    if gmem.cT is not None:
-        p_cT = gmem.cT + coords.n * gmem.s_cT[0] + coords.hv * gmem.s_cT[1]
-        gl.store(p_cT + o_v.to(gl.int64) * gmem.s_cT[3], gl.reduce(c, 1, _first).to(gmem.cT.dtype.element_ty))
+    states = gmem.states
+    if states.ST is not None:
+        offsets = state_offsets(states.s_ST, coords.n, coords.hv, o_v, o_k)
+        gl.store(states.ST + offsets, S.to(states.ST.dtype.element_ty))
+    if states.cT is not None:
+        p_cT = states.cT + coords.n * states.s_cT[0] + coords.hv * states.s_cT[1]
+        gl.store(p_cT + o_v.to(gl.int64) * states.s_cT[3], gl.reduce(c, 1, _first).to(states.cT.dtype.element_ty))
 
 
 @gluon.jit
