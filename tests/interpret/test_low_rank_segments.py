@@ -13,7 +13,7 @@ import wyfold
 from wyfold.kernels import self_check
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
-from wyfold.runtime import segment_rule
+from wyfold.runtime import kernel_configs, segment_rule
 
 C, BF16, FP32 = 16, torch.bfloat16, torch.float32
 PACKED = [0, 70, 70, 71, 150]
@@ -77,3 +77,15 @@ def test_the_plan_and_the_self_check_have_segments(device):
 
 def moved_all(a: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return {part: moved(x, device) for part, x in a.items()}
+
+
+def test_calls_cut_long_sequences_and_forbid_it(device, monkeypatch):
+    """By the split rule of the delta rules, on kernels alone."""
+    monkeypatch.setattr(kernel_configs, "processors", lambda device: 132)
+    q = torch.randn(1, 8192, 1, 8, device=device)
+    count = lambda **more: wyfold.explain(wyfold.chunk_gdn2, *(q,) * 6, chunk_size=32, **more).segments
+    assert count(backend="triton") == 8 and count(backend="triton", max_splits=5) == 5
+    assert count(backend="triton", max_splits=1) == count(backend="triton", batch_invariant=True) == 1
+    assert count(backend="eager") == 1
+    with pytest.raises(ValueError, match="chunk_gdn2: max_splits must be at least 1"):
+        wyfold.chunk_gdn2(*(q,) * 6, max_splits=0)

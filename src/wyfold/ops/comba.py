@@ -32,6 +32,8 @@ def chunk_comba(
     return_intermediate_states: bool = False,
     checkpoint_every: int | None = None,
     chunk_size: int | None = None,
+    batch_invariant: bool = False,
+    max_splits: int | None = None,
     disable_recompute: bool = False,
     cu_seqlens_cpu: Tensor | None = None,
     cp_context: ContextParallel | None = None,
@@ -97,6 +99,8 @@ def chunk_comba(
         backend=backend,
         chunk_size=chunk_size,
         disable_recompute=disable_recompute,
+        batch_invariant=batch_invariant,
+        max_splits=max_splits,
         rule="feedback",
         names=(("a", "p"),),
     )

@@ -399,12 +399,14 @@ def _gradients_in_gluon(device: torch.device, dtype: torch.dtype, widths: str) -
 
 def _cut_of(t: DeltaTensors, flags: DeltaFlags, checked: CheckedDelta, chunk_size: int) -> Cut:
     """`call_cut`; `WHOLE` also for the token form, if the call forbids segments, and for low-rank rules on eager."""
-    eager = runs_eagerly(t.q, flags.backend)
-    if flags.recurrent or (flags.rule != "delta" and (eager or segment_rule.forcing() is None)):
+    if flags.recurrent:
         return segment_rule.WHOLE
     if flags.max_splits is not None:
         check.integer(flags.op, "max_splits", flags.max_splits, least=1)
     if flags.batch_invariant or checked.every:
+        return segment_rule.WHOLE
+    eager = runs_eagerly(t.q, flags.backend)
+    if eager and flags.rule != "delta":
         return segment_rule.WHOLE
     return call_cut(t.q, t.v, chunk_size, flags.max_splits, packed=checked.packed, eager=eager)
 

@@ -33,6 +33,8 @@ def chunk_dplr_delta_rule(
     safe_gate: bool = False,
     lower_bound: float | None = None,
     chunk_size: int | None = None,
+    batch_invariant: bool = False,
+    max_splits: int | None = None,
     disable_recompute: bool = False,
     cu_seqlens_cpu: Tensor | None = None,
     cp_context: ContextParallel | None = None,
@@ -46,8 +48,7 @@ def chunk_dplr_delta_rule(
 
     Per value head, from S = initial_state or zeros. Nothing bounds a and b: where no transition
     diag(exp(gk_t)) + b_t a_t^T enlarges a vector, all factors of the chunk form are bounded by the lengths of q, k
-    and b. The bitwise guarantees are those of `chunk_gated_delta_rule`. Sequences are not cut
-    into segments.
+    and b. The bitwise guarantees are those of `chunk_gated_delta_rule`.
 
     Args:
         q: [B, T, H, K] float32, float16, bfloat16, or float64.
@@ -103,6 +104,8 @@ def chunk_dplr_delta_rule(
         lower_bound=lower_bound,
         chunk_size=chunk_size,
         disable_recompute=disable_recompute,
+        batch_invariant=batch_invariant,
+        max_splits=max_splits,
         rule="given",
         names=(("g", "gk"),),
     )
@@ -212,6 +215,8 @@ def chunk_iplr_delta_rule(
     return_intermediate_states: bool = False,
     checkpoint_every: int | None = None,
     chunk_size: int | None = None,
+    batch_invariant: bool = False,
+    max_splits: int | None = None,
     disable_recompute: bool = False,
     cu_seqlens_cpu: Tensor | None = None,
     cp_context: ContextParallel | None = None,
@@ -272,6 +277,8 @@ def chunk_iplr_delta_rule(
         backend=backend,
         chunk_size=chunk_size,
         disable_recompute=disable_recompute,
+        batch_invariant=batch_invariant,
+        max_splits=max_splits,
         rule="given",
     )
     given = q, k, v, None, None, initial_state, None, None

@@ -33,6 +33,8 @@ def chunk_rwkv7(
     safe_gate: bool = False,
     lower_bound: float | None = None,
     chunk_size: int | None = None,
+    batch_invariant: bool = False,
+    max_splits: int | None = None,
     disable_recompute: bool = False,
     cu_seqlens_cpu: Tensor | None = None,
     cp_context: ContextParallel | None = None,
@@ -101,6 +103,8 @@ def chunk_rwkv7(
         lower_bound=lower_bound,
         chunk_size=chunk_size,
         disable_recompute=disable_recompute,
+        batch_invariant=batch_invariant,
+        max_splits=max_splits,
         rule="given",
         names=(("q", "r"), ("g", "w")),
     )
