@@ -196,8 +196,9 @@ def wyfold_path_attention_triton(
     b_s = own_products(b_q, b_own, b_P, b_E, OP, PRECISION, EXACT)
     b_passed = tl.zeros((BT,), tl.float32)  # sum of log gates from the start of the keys that were met last
     if keys.g is not None:
-        b_passed = load_numbers(keys.start, token, i_q, rows, HQ, BT)
-        b_s = gated(b_s, sums_inside(load_numbers(keys.g, token, i_q, rows, HQ, BT), BT), factor)
+        b_g = load_numbers(keys.g, token, i_q, rows, HQ, BT)
+        b_passed = tl.cumsum(b_g, 0)
+        b_s = gated(b_s, sums_inside(b_g, BT), factor)
     b_s = tl.where(seen(BT), b_s, float("-inf"))
     b_most = tl.max(b_s, 1) * left
     b_p = weights(b_s, left, -b_most[:, None])
