@@ -710,7 +710,7 @@ PER_ARCHITECTURE: dict[str, tuple[Call | ServingCall | RankCall, ...]] = {
     "sm_90": (
         Call("parallel_path_attn", "float16", 64, 64, segments=9),
         Call("chunk_kda, gate inside", options=GPU_CHUNKS, packed=True),
-        Call("chunk_delta_rule", options=(("chunk_size", 64),), heads=128),
+        Call("chunk_delta_rule", options=(("chunk_size", 64),), heads=128, tested=HOPPER),
         Call("chunk_gated_delta_rule", options=(("chunk_size", 64),), wrt=("initial_state",)),
         Call("chunk_kda", options=STATES, packed=True, heads=128),
         Call("chunk_kda", options=STATES, packed=True, wrt=("initial_state",)),

@@ -1,7 +1,8 @@
 """`gradients` in Gluon, for every gate, on the emulator, against float64 autograd of the token loop."""
 
+import copy
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -76,14 +77,21 @@ def test_gradients(case):
     judge(Machine(*case.schedule), draw(kind, **shape))
 
 
+def test_a_group_has_the_sums_of_its_heads():
+    """Every gradient of a value head has the bits of equal heads; dq and dk are float32 sums in the heads' order."""
+    call = draw("scalar", T=100, group=3, norm=True)
+    q, k = (call.given[name].repeat_interleave(3, 2) for name in ("q", "k"))
+    alone = run(Machine(), replace(call, given=call.given | {"q": q, "k": k}))
+    for name, found in run(Machine(), call).items():
+        expected = alone[name]
+        if name in ("q", "k"):
+            first, second, third = expected.float().unflatten(2, (-1, 3)).unbind(3)
+            expected = (first + second + third).bfloat16()
+        assert found is None or torch.equal(found, expected), name
+
+
 def judge(machine: Machine, call: Call) -> None:
-    out = {name: None if x is None else torch.full_like(x, torch.nan) for name, x in call.given.items()}
-    module: ModuleType = channel.launch if call.kind == "channel" else scalar.launch
-    q, k, _, *rest = call.given.values()
-    with machine.installed(module, Config(4, 1, {})), mock.patch.object(module, "sum_over_chunks", sum_over_chunks):
-        gluon.gradients(
-            q, k, *rest, call.do, call.borders, call.grid, call.options, LaunchKey(), GradientOutputs(**out)
-        )
+    out = run(machine, call)
     pairs = {}
     for name, want in call.want.items():
         got = out[name]
@@ -93,6 +101,17 @@ def judge(machine: Machine, call: Call) -> None:
         assert not got[want == 0].any(), f"d{name} is not zero where it must be"
         pairs[f"d{name}"] = got, want
     require_close(machine, BFLOAT16, **pairs)
+
+
+def run(machine: Machine, call: Call) -> dict[str, Tensor]:
+    """Gradients by the arguments' names."""
+    out = {name: None if x is None else torch.full_like(x, torch.nan) for name, x in call.given.items()}
+    module: ModuleType = channel.launch if call.kind == "channel" else scalar.launch
+    q, k, _, *rest = call.given.values()
+    borders = copy.deepcopy(call.borders)  # of value heads in groups some are overwritten
+    with machine.installed(module, Config(4, 1, {})), mock.patch.object(module, "sum_over_chunks", sum_over_chunks):
+        gluon.gradients(q, k, *rest, call.do, borders, call.grid, call.options, LaunchKey(), GradientOutputs(**out))
+    return out
 
 
 def sum_over_chunks(terms: torch.Tensor | None, total: torch.Tensor | None) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wyfold.kernels.gradients.gluon import channel, scalar
 from wyfold.kernels.gradients.gluon.channel import wyfold_gradients_channel_gluon, wyfold_gradients_norm_gluon
-from wyfold.kernels.gradients.gluon.scalar import wyfold_gradients_gluon
+from wyfold.kernels.gradients.gluon.scalar import wyfold_gradients_gluon, wyfold_gradients_heads_gluon
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import LaunchKey
@@ -19,9 +19,10 @@ from wyfold.tile.decay.triton import gate_flags
 
 def kernels_of(key: LaunchKey) -> tuple[str, ...]:
     """Names of the kernels that calls of a key launch, for `explain`."""
-    if not key.per_channel:
-        return (wyfold_gradients_gluon.fn.__name__,)
-    kernels = (wyfold_gradients_channel_gluon, *([wyfold_gradients_norm_gluon] if key.norm else []))
+    if key.per_channel:
+        kernels = (wyfold_gradients_channel_gluon, *([wyfold_gradients_norm_gluon] if key.norm else []))
+    else:
+        kernels = (wyfold_gradients_gluon, *([] if key.group == 1 else [wyfold_gradients_heads_gluon]))
     return tuple([kernel.fn.__name__ for kernel in kernels])
 
 

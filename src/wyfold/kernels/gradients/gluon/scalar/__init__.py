@@ -1,9 +1,9 @@
 """`gradients` in Gluon for Hopper: no gate or a scalar one, bfloat16, chunks of 64, K = V = 128.
 
-One program computes a chunk of one key head, value head by value head. It issues all loads of the first to shared
-memory before it computes, in the order of use: four groups of tiles, each with its own mbarrier. States come in halves
-of K; the second half is loaded after the first has been read. Shared memory is reused, so that two programs fit a
-multiprocessor (a test of `tests/compile/test_gradients_gluon.py`):
+One program computes a chunk of one value head. It issues all loads to shared memory before it computes, in the order of
+use: four groups of tiles, each with its own mbarrier. States come in halves of K; the second half is loaded after the
+first has been read. Shared memory is reused, so that two programs fit a multiprocessor (a test of
+`tests/compile/test_gradients_gluon.py`):
 
     X       then dv, then the pair sums of a scalar gate, then dP and dJ, which products read both ways round
     q, k    then dq and dk, which are stored from there
@@ -17,16 +17,16 @@ with z = dy/|x| and y = x/|x|:
 Here x is a raw row of q or k. The dot product sums over both halves of K. So the first half of z waits, rounded, in
 the memory of x, and the first half of x is loaded again, into the memory of S (`_reload`).
 
-With several value heads, q and k stay in shared memory for all of them, and the tiles of the next head are loaded into
-the memory of the last one as its products end. dq and dk are sums over the heads, in the order of the heads. Registers
-and shared memory are full with the tiles of one head, so a thread keeps its part of the sums in float32 in global
-memory (`sum_tile`).
+With several value heads to a key head, a program stores its dq and dk in bfloat16 over its own tiles of e and X, which
+it has read. A second kernel sums them in float32, in the order of the heads (`heads`). Sums inside of one program would
+have to pass through global memory in float32, since registers and shared memory are full with the tiles of one head.
 
 In a partial chunk, the rows past the sequence's end are zeroed, and results are stored without TMA. Results do not
 depend on strides: inputs that TMA cannot read are copied, and gradients that are not requested go to temporaries.
 """
 
+from wyfold.kernels.gradients.gluon.scalar.heads import wyfold_gradients_heads_gluon
 from wyfold.kernels.gradients.gluon.scalar.kernel import wyfold_gradients_gluon
 from wyfold.kernels.gradients.gluon.scalar.launch import gradients
 
-__all__ = ["gradients", "wyfold_gradients_gluon"]
+__all__ = ["gradients", "wyfold_gradients_gluon", "wyfold_gradients_heads_gluon"]

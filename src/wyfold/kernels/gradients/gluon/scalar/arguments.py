@@ -61,9 +61,8 @@ class TmaInputs(NamedTuple):
     Attributes:
         q, k, do, S, dS, e, X: Descriptors.
         token: First token of the chunk, over all buffer rows.
-        tile: Number of the tile of the chunk and of the first value head.
-        column_q, column_k, column_do: First column of the key head, and of its first value head.
-        next_do: Columns from a value head to the next.
+        tile: Number of the tile of the chunk and the value head.
+        column_q, column_k, column_do: First column of the key head, and of the value head.
     """
 
     q: Any
@@ -78,7 +77,6 @@ class TmaInputs(NamedTuple):
     column_q: Any
     column_k: Any
     column_do: Any
-    next_do: Any
 
 
 class Smem(NamedTuple):

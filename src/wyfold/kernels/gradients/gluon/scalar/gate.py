@@ -12,7 +12,7 @@ from wyfold.tile.index.gluon import barrier
 
 @gluon.jit
 def store_gate_gradient(
-    gate, dgate, numbers, value, offsets, dg, read, write, traced, total, unit, tile, r,
+    gate, dgate, numbers, value, offsets, dg, read, write, traced, total, unit, tile,
     SIZES: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
     """Store the gradients of the gate and of its parameters.
@@ -21,8 +21,7 @@ def store_gate_gradient(
         dg: [BT] part of the pairs.
         read, write, traced: [BT] parts of reads from the state, of writes to it, and of the state itself.
         total, unit: Decay over the chunk, and unit of the gradients.
-        tile: Number of the tile of the key head's first value head.
-        r: Value head.
+        tile: Number of the tile of the chunk and the value head.
     """
     K: gl.constexpr = SIZES.K
     BT: gl.constexpr = SIZES.BT
@@ -43,6 +42,6 @@ def store_gate_gradient(
     dx, dA = log_gate_bwd(raw, dg, gate, value.h, 0, CLAMPED, "scalar", ACTIVATION, K, BK)
     store_scalars(dgate.g, dgate.s_g, value, o_r, dx)
     if dgate.A_log is not None:
-        gl.store(dgate.A_log + tile + r, gl.sum(gl.where(o_r < value.rows, dA, 0.0), axis=0))
+        gl.store(dgate.A_log + tile, gl.sum(gl.where(o_r < value.rows, dA, 0.0), axis=0))
     if dgate.dt_bias is not None:
-        gl.store(dgate.dt_bias + tile + r, gl.sum(gl.where(o_r < value.rows, dx, 0.0), axis=0))
+        gl.store(dgate.dt_bias + tile, gl.sum(gl.where(o_r < value.rows, dx, 0.0), axis=0))

@@ -22,10 +22,10 @@ from wyfold.tile.index.gluon import barrier
 
 @gluon.jit
 def gram_gradients(
-    x_dv, smem, pair, strength, outputs, factors, value, offsets, scales, r_q, r_k, T, per_sequence, r,
+    x_dv, smem, pair, strength, outputs, factors, value, offsets, scales, T, per_sequence,
     SIZES: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
-    """Store dP and dJ to `pair`, dv over X, and dbeta. Norms are computed for the first value head.
+    """Store dP and dJ to `pair`, dv over X, and dbeta.
 
     Returns:
         X as a left operand; the scales, with the norms; the reciprocal norms of q and k; the pairs' part of a scalar
@@ -40,13 +40,14 @@ def gram_gradients(
     rows = value.rows
     LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BT, 16])
     LV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, V, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, LC)
     COL: gl.constexpr = gl.SliceLayout(0, LC)
     o_r, o_c = offsets.row, offsets.column
     zero_acc = gl.zeros([BT, BT], gl.float32, LC)
-    mbarrier.wait(smem.rows_ready, r % 2)
+    mbarrier.wait(smem.rows_ready, 0)
     X = smem.X.load(LV)
     X_operand = gl.convert_layout(X, gl.DotOperandLayout(0, LV, 2), assert_trivial=True)
-    mbarrier.wait(smem.values_ready, r % 2)
+    mbarrier.wait(smem.values_ready, 0)
     if not WHOLE:
         if rows < BT:
             clear_rows(smem.do, rows, BT, V)
@@ -58,17 +59,16 @@ def gram_gradients(
     fence_async_shared()
     barrier()
     store_token_tile(x_dv, outputs.dv, outputs.s_dv, value, 0, smem.X, WHOLE, BT, V)
-    if r == 0:
-        mbarrier.wait(smem.tokens_ready, 0)
-        if not WHOLE:
-            if rows < BT:
-                for h in gl.static_range(2):
-                    clear_rows(smem.q.index(h), rows, BT, BK)
-                    clear_rows(smem.k.index(h), rows, BT, BK)
-        if NORM:
-            r_q, r_k = reciprocal_norms(smem.q, LC, BT), reciprocal_norms(smem.k, LC, BT)
+    mbarrier.wait(smem.tokens_ready, 0)
+    if not WHOLE:
+        if rows < BT:
+            for h in gl.static_range(2):
+                clear_rows(smem.q.index(h), rows, BT, BK)
+                clear_rows(smem.k.index(h), rows, BT, BK)
+    r_q, r_k = gl.full([BT], 1.0, gl.float32, ROW), gl.full([BT], 1.0, gl.float32, ROW)
     weight, scale_q, scale_k, scale_w = scales.weight, scales.q, scales.k, scales.w
     if NORM:
+        r_q, r_k = reciprocal_norms(smem.q, LC, BT), reciprocal_norms(smem.k, LC, BT)
         smem.numbers.slice(0, BT).store(r_k)
         barrier()
         weight *= smem.numbers.slice(0, BT).load(COL)[None, :]

@@ -11,15 +11,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from wyfold.kernels.gradients.gluon.scalar.loads import load_again, load_states, load_values, load_X
-from wyfold.kernels.gradients.gluon.tokens import store_token_tile, sum_tile
+from wyfold.kernels.gradients.gluon.scalar.loads import load_again, load_states
+from wyfold.kernels.gradients.gluon.tokens import store_token_tile
 from wyfold.tile.index.gluon import barrier, reinterpret
 
 
 @gluon.jit
 def half_gradients(
     x_dq, x_dk, inputs, smem, pair, outputs, coords, offsets, X_operand, scales, r_q, r_k,
-    read, write, traced, dot_q, dot_k, r, h, pid, opaque_zero, SIZES: gl.constexpr, FLAGS: gl.constexpr,
+    read, write, traced, dot_q, dot_k, h, opaque_zero, SIZES: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
     """Compute dq and dk of half h of the channels, through the states and the grams.
 
@@ -27,8 +27,6 @@ def half_gradients(
         read, write, traced, dot_q and dot_k, the sums over channels, with this half's.
     """
     BT: gl.constexpr = SIZES.BT
-    BK: gl.constexpr = SIZES.K // 2
-    GR: gl.constexpr = SIZES.HV // SIZES.H
     SCALAR: gl.constexpr = FLAGS.SCALAR
     LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BT, 16])
     o_r, o_c = offsets.row, offsets.column
@@ -54,7 +52,7 @@ def half_gradients(
         dw, dk, dq = warpgroup_mma_wait(0, deps=[dw, dk, dq])
         dw = dw * scales.w[:, None]
     barrier()
-    _load_next(inputs, smem, r, h, SIZES, FLAGS)
+    _load_next(inputs, smem, h, SIZES, FLAGS)
     dq = dq * scales.q[:, None]
     if SCALAR:
         k_dk = k.load(LC).to(gl.float32) * (dk * scales.k[:, None])
@@ -64,38 +62,19 @@ def half_gradients(
     dk = warpgroup_mma(J_tile, k, dk, is_async=True)
     dk = warpgroup_mma(J_tile.permute((1, 0)), k, dk, is_async=True)
     dk = warpgroup_mma(P_tile.permute((1, 0)), q, dk, is_async=True)
-    sum_q, sum_k, earlier_q, earlier_k = (pid, pid, zero_acc, zero_acc)  # never read with one value head
-    if GR > 1:  # loaded while the products run
-        sum_q = sum_tile(outputs.sums, pid * 4 + h, LC, BT, BK)
-        sum_k = sum_tile(outputs.sums, pid * 4 + h + 2, LC, BT, BK)
-        is_later = gl.zeros([BT, BK], gl.int32, LC) + r > 0
-        earlier_q, earlier_k = (gl.load(sum_q, is_later, 0.0), gl.load(sum_k, is_later, 0.0))
     dq, dk = warpgroup_mma_wait(0, deps=[dq, dk])
-    if GR > 1:
-        dq, dk = dq + earlier_q, dk + earlier_k
-    if GR > 1 and r < GR - 1:
-        gl.store(sum_q, dq)
-        gl.store(sum_k, dk)
-        barrier()
-        if h == 1:
-            load_X(inputs, smem, r + 1, BT)
-    else:
-        dot_q, dot_k = _finish_half(x_dq, x_dk, smem, outputs, coords, dq, dk, r_q, r_k, dot_q, dot_k, h, SIZES, FLAGS)
+    dot_q, dot_k = _finish_half(x_dq, x_dk, smem, outputs, coords, dq, dk, r_q, r_k, dot_q, dot_k, h, SIZES, FLAGS)
     return read, write, traced, dot_q, dot_k
 
 
 @gluon.jit
-def _load_next(inputs, smem, r, h, SIZES: gl.constexpr, FLAGS: gl.constexpr):
-    """Issue the loads that follow the states' last product: the other half, the next head, or q and k again."""
+def _load_next(inputs, smem, h, SIZES: gl.constexpr, FLAGS: gl.constexpr):
+    """Issue the loads that follow the states' last product: the other half, or q and k again."""
     V: gl.constexpr = SIZES.V
     BT: gl.constexpr = SIZES.BT
     BK: gl.constexpr = SIZES.K // 2
-    GR: gl.constexpr = SIZES.HV // SIZES.H
     if h == 0:
-        load_states(inputs, smem, r, 1, V, BK)
-    elif GR > 1 and r < GR - 1:
-        load_values(inputs, smem, r + 1, BT)
-        load_states(inputs, smem, r + 1, 0, V, BK)
+        load_states(inputs, smem, 1, V, BK)
     elif FLAGS.NORM:
         load_again(inputs, smem, BT, BK)
 
@@ -104,7 +83,7 @@ def _load_next(inputs, smem, r, h, SIZES: gl.constexpr, FLAGS: gl.constexpr):
 def _finish_half(
     x_dq, x_dk, smem, outputs, coords, dq, dk, r_q, r_k, dot_q, dot_k, h, SIZES: gl.constexpr, FLAGS: gl.constexpr
 ):
-    """Store dq and dk of half h after the last value head; with the norm, the first half waits for its dot products."""
+    """Store dq and dk of half h; with the norm, the first half waits for its dot products."""
     BT: gl.constexpr = SIZES.BT
     BK: gl.constexpr = SIZES.K // 2
     WHOLE: gl.constexpr = FLAGS.WHOLE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -44,25 +43,20 @@ def wyfold_gradients_gluon(
     SIZES: gl.constexpr,
     FLAGS: gl.constexpr,
 ):
-    """One program computes a chunk of one key head. For each of its value heads it first computes the gradients of the
-    grams, then K in two halves.
-    """
-    H: gl.constexpr = SIZES.H
+    """One program computes a chunk of one value head: first the gradients of the grams, then K in two halves."""
     HV: gl.constexpr = SIZES.HV
     K: gl.constexpr = SIZES.K
     V: gl.constexpr = SIZES.V
     BT: gl.constexpr = SIZES.BT
     PACKED: gl.constexpr = FLAGS.PACKED
-    SCALAR: gl.constexpr = FLAGS.SCALAR
-    NORM: gl.constexpr = FLAGS.NORM
-    GR: gl.constexpr = HV // H
+    GR: gl.constexpr = HV // SIZES.H
     BK: gl.constexpr = K // 2
     LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BT, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, LC)
     COL: gl.constexpr = gl.SliceLayout(0, LC)
     ONE: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
     pid = gl.program_id(0).to(gl.int64)
-    i_c, i_h = pid // H, pid % H
+    i_c, i_h = pid // HV, pid % HV
     i_n, _, b, t, rows = chunk_span(i_c, packing, T, per_sequence, PACKED, BT)
     coords = Coords(b, t, (b * T + t).to(gl.int32), i_h, rows)
     o_r, o_c, o_1 = (gl.arange(0, BT, layout=ROW), gl.arange(0, BT, layout=COL), gl.arange(0, BT, layout=ONE))
@@ -75,58 +69,40 @@ def wyfold_gradients_gluon(
     smem = allocate(x_q, x_k, x_do, x_e, x_X, x_S, x_dS, V, BT, BK)
     pair = reinterpret(smem.X, x_q.dtype, [2, BT, BT], x_q.layout)
     inputs = TmaInputs(
-        x_q, x_k, x_do, x_S, x_dS, x_e, x_X, coords.token, (pid * GR).to(gl.int32),
-        (i_h * heads.h_q).to(gl.int32), (i_h * heads.h_k).to(gl.int32), (i_h * GR * heads.h_do).to(gl.int32),
-        heads.h_do,
+        x_q, x_k, x_do, x_S, x_dS, x_e, x_X, coords.token, pid.to(gl.int32),
+        (i_h // GR * heads.h_q).to(gl.int32), (i_h // GR * heads.h_k).to(gl.int32), (i_h * heads.h_do).to(gl.int32),
     )  # fmt: skip
-    load_X(inputs, smem, 0, BT)
-    load_values(inputs, smem, 0, BT)
+    load_X(inputs, smem, BT)
+    load_values(inputs, smem, BT)
     load_tokens(inputs, smem, BK)
-    load_states(inputs, smem, 0, 0, V, BK)
+    load_states(inputs, smem, 0, V, BK)
+    # Where dq and dk are stored: at the tokens of the head, or in its tile.
+    place = coords
+    if GR > 1:
+        place = Coords(b * 0, pid * BT, (pid * BT).to(gl.int32), i_h * 0, rows)
 
-    r_q, r_k = gl.full([BT], 1.0, gl.float32, ROW), gl.full([BT], 1.0, gl.float32, ROW)
-    for r in tl.range(GR, disable_licm=True):
-        value = Coords(b, t, coords.token, i_h * GR + r, rows)
-        # Per-token numbers, needed in both the row and the column layout.
-        store_numbers(gate, strength, smem.numbers, value, offsets, SIZES, FLAGS)
-        barrier()
-        scales = row_scales(smem.numbers, factors, offsets, SIZES, FLAGS)
-        X_operand, scales, r_q, r_k, dg, opaque_zero = gram_gradients(
-            x_dv,
-            smem,
-            pair,
-            strength,
-            outputs,
-            factors,
-            value,
-            offsets,
-            scales,
-            r_q,
-            r_k,
-            T,
-            per_sequence,
-            r,
-            SIZES,
-            FLAGS,
-        )
-        zeros = gl.zeros([BT], gl.float32, ROW)
-        read, write, traced, dot_q, dot_k = zeros, zeros, zeros, zeros, zeros
-        for h in range(2):
-            read, write, traced, dot_q, dot_k = half_gradients(
-                x_dq, x_dk, inputs, smem, pair, outputs, coords, offsets, X_operand, scales, r_q, r_k,
-                read, write, traced, dot_q, dot_k, r, h, pid, opaque_zero, SIZES, FLAGS,
-            )  # fmt: skip
-        if NORM:
-            if GR == 1 or r == GR - 1:
-                finish_first_half(x_dq, x_dk, smem, outputs, coords, dot_q, dot_k, SIZES, FLAGS)
-        # Cross-warp reductions may be given shared memory that TMA stores still read, so the stores must end first.
-        tma.store_wait(pendings=0)
-        barrier()
-        if SCALAR:
-            store_gate_gradient(
-                gate, dgate, smem.numbers, value, offsets, dg, read, write, traced, scales.total, factors.unit,
-                pid * GR, r, SIZES, FLAGS,
-            )  # fmt: skip
-        if GR > 1:
-            barrier()
+    # Per-token numbers, needed in both the row and the column layout.
+    store_numbers(gate, strength, smem.numbers, coords, offsets, SIZES, FLAGS)
+    barrier()
+    scales = row_scales(smem.numbers, factors, offsets, SIZES, FLAGS)
+    X_operand, scales, r_q, r_k, dg, opaque_zero = gram_gradients(
+        x_dv, smem, pair, strength, outputs, factors, coords, offsets, scales, T, per_sequence, SIZES, FLAGS
+    )
+    zeros = gl.zeros([BT], gl.float32, ROW)
+    read, write, traced, dot_q, dot_k = zeros, zeros, zeros, zeros, zeros
+    for h in range(2):
+        read, write, traced, dot_q, dot_k = half_gradients(
+            x_dq, x_dk, inputs, smem, pair, outputs, place, offsets, X_operand, scales, r_q, r_k,
+            read, write, traced, dot_q, dot_k, h, opaque_zero, SIZES, FLAGS,
+        )  # fmt: skip
+    if FLAGS.NORM:
+        finish_first_half(x_dq, x_dk, smem, outputs, place, dot_q, dot_k, SIZES, FLAGS)
+    # Cross-warp reductions may be given shared memory that TMA stores still read, so the stores must end first.
+    tma.store_wait(pendings=0)
+    barrier()
+    if FLAGS.SCALAR:
+        store_gate_gradient(
+            gate, dgate, smem.numbers, coords, offsets, dg, read, write, traced, scales.total, factors.unit, pid,
+            SIZES, FLAGS,
+        )  # fmt: skip
     smem.barriers._keep_alive()  # the memory of an mbarrier must not be reused (docs/facts/hopper.md, KDA-NAN-1)

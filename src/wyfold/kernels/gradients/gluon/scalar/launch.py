@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from wyfold.kernels.gradients.gluon.scalar.arguments import Flags, Heads, Sizes
+from wyfold.kernels.gradients.gluon.scalar.heads import wyfold_gradients_heads_gluon
 from wyfold.kernels.gradients.gluon.scalar.kernel import wyfold_gradients_gluon
 from wyfold.kernels.gradients.gluon.tokens import copy_wanted, output_views
 from wyfold.kernels.gradients.triton.arguments import Factors
@@ -44,7 +45,7 @@ def gradients(
     Args:
         q, k, g, beta, A_log, dt_bias: As given to the operator, with the sizes and dtypes that `key` implies.
         do: [B, T, HV, V] gradient of the output.
-        borders: From `scan_bwd`.
+        borders: From `scan_bwd`. With several value heads to a key head, e and X are overwritten.
         grid: The call's chunk grid, of chunks of 64.
         options: As given to `prepare`.
         key: Launch configuration key.
@@ -56,18 +57,20 @@ def gradients(
         x if _tma_readable(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, do)
     )
     wanted = [(out.q, read_q), (out.k, read_k), (out.v, read_do)]
+    if HV > H:  # a program reads its tiles of e and X before it stores dq and dk there
+        wanted = [(x.view(1, -1, 1, K), x) for x in (borders.e, borders.X)] + wanted[2:]
     out_q, out_k, out_v = (
         like.new_empty(like.shape) if to is None or not _tma_readable(to) else to for to, like in wanted
     )
     dA_log, ddt_bias = (
         None if x is None else q.new_empty(grid.chunks, HV, dtype=torch.float32) for x in (out.A_log, out.dt_bias)
     )
-    sums = q.new_empty(grid.chunks * H, 4, C, K // 2, dtype=torch.float32) if HV > H else None
+    packing, sizes = Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence), Sizes(H=H, HV=HV, K=K, V=V, BT=C)
     tokens = (read_q, read_k, read_do, out_q, out_k, out_v)
     x_q, x_k, x_do, x_dq, x_dk, x_dv, x_S, x_dS, x_e, x_X = _descriptors(tokens, borders, C, K // 2)
     launch_kernel(
         wyfold_gradients_gluon,
-        grid.chunks * H,
+        grid.chunks * HV,
         x_q=x_q,
         x_k=x_k,
         x_do=x_do,
@@ -81,14 +84,14 @@ def gradients(
         heads=Heads(h_q=read_q.stride(2), h_k=read_k.stride(2), h_do=read_do.stride(2)),
         gate=gate_argument(g, A_log, dt_bias, options),
         strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most),
-        outputs=output_views(out_q, out_k, out_v, out.beta, sums),
+        outputs=output_views(out_q, out_k, out_v, out.beta, None),
         dgate=GateGradient(g=out.g, s_g=strides(out.g), A_log=dA_log, dt_bias=ddt_bias),
-        packing=Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),
+        packing=packing,
         factors=Factors(options.scale, options.unit, options.unit * float(options.erases)),
         N=grid.sequences,
         T=grid.tokens,
         per_sequence=grid.per_sequence,
-        SIZES=Sizes(H=H, HV=HV, K=K, V=V, BT=C),
+        SIZES=sizes,
         FLAGS=Flags(
             PACKED=grid.cu is not None,
             WHOLE=grid.cu is None and grid.tokens % C == 0,
@@ -101,6 +104,24 @@ def gradients(
         **config.options(),
     )
     copy_wanted((out_q, out_k, out_v), [requested for requested, _ in wanted])
+    if HV > H:
+        launch_kernel(
+            wyfold_gradients_heads_gluon,
+            grid.chunks * H,
+            p_q=out_q,
+            p_k=out_k,
+            p_dq=out.q,
+            p_dk=out.k,
+            s_dq=strides(out.q),
+            s_dk=strides(out.k),
+            packing=packing,
+            N=grid.sequences,
+            T=grid.tokens,
+            per_sequence=grid.per_sequence,
+            SIZES=sizes,
+            PACKED=grid.cu is not None,
+            **config.options(),
+        )
     sum_over_chunks(dA_log, out.A_log)
     sum_over_chunks(ddt_bias, out.dt_bias)
 

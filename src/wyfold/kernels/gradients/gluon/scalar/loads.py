@@ -32,19 +32,18 @@ def allocate(x_q, x_k, x_do, x_e, x_X, x_S, x_dS, V: gl.constexpr, BT: gl.conste
 
 
 @gluon.jit
-def load_X(inputs, smem, r, BT: gl.constexpr):
-    """Issue the load of the X of a key head's value head r."""
-    row = (inputs.tile + r) * BT
+def load_X(inputs, smem, BT: gl.constexpr):
+    """Issue the load of X."""
     mbarrier.expect(smem.rows_ready, inputs.X.block_type.nbytes)
-    tma_load(inputs.X, [row, 0], smem.rows_ready, smem.X)
+    tma_load(inputs.X, [inputs.tile * BT, 0], smem.rows_ready, smem.X)
 
 
 @gluon.jit
-def load_values(inputs, smem, r, BT: gl.constexpr):
-    """Issue the loads of the e and do of value head r."""
+def load_values(inputs, smem, BT: gl.constexpr):
+    """Issue the loads of e and do."""
     mbarrier.expect(smem.values_ready, inputs.do.block_type.nbytes + inputs.e.block_type.nbytes)
-    tma_load(inputs.e, [(inputs.tile + r) * BT, 0], smem.values_ready, smem.e)
-    tma_load(inputs.do, [inputs.token, inputs.column_do + r * inputs.next_do], smem.values_ready, smem.do)
+    tma_load(inputs.e, [inputs.tile * BT, 0], smem.values_ready, smem.e)
+    tma_load(inputs.do, [inputs.token, inputs.column_do], smem.values_ready, smem.do)
 
 
 @gluon.jit
@@ -57,11 +56,11 @@ def load_tokens(inputs, smem, BK: gl.constexpr):
 
 
 @gluon.jit
-def load_states(inputs, smem, r, h, V: gl.constexpr, BK: gl.constexpr):
-    """Issue the loads of half h of both states of value head r."""
+def load_states(inputs, smem, h, V: gl.constexpr, BK: gl.constexpr):
+    """Issue the loads of half h of both states."""
     mbarrier.expect(smem.states_ready, inputs.S.block_type.nbytes + inputs.dS.block_type.nbytes)
-    tma_load(inputs.S, [(inputs.tile + r) * V, h * BK], smem.states_ready, smem.S)
-    tma_load(inputs.dS, [(inputs.tile + r) * V, h * BK], smem.states_ready, smem.dS)
+    tma_load(inputs.S, [inputs.tile * V, h * BK], smem.states_ready, smem.S)
+    tma_load(inputs.dS, [inputs.tile * V, h * BK], smem.states_ready, smem.dS)
 
 
 @gluon.jit
