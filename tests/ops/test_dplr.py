@@ -6,11 +6,13 @@ from tests.ops.low_rank_calls import OPERATORS, agree
 
 import wyfold
 from wyfold import SequenceLayout, reference
+from wyfold.kernels import table
 from wyfold.reference import inputs
 from wyfold.reference.error import judge, require
 from wyfold.reference.shapes import Shape
 from wyfold.reference.targets import target
 from wyfold.runtime import segment_rule
+from wyfold.runtime.kernel_configs import LaunchKey, hardware_limit
 
 F64 = torch.float64
 GATED = [name for name in OPERATORS if "iplr" not in name]
@@ -178,6 +180,24 @@ def test_explain_on_the_cpu():
     assert back == ["low_rank_prepare", "low_rank_scan_bwd", "low_rank_gradients"]
     steps = wyfold.explain(wyfold.fused_recurrent_gdn2, q, q, q, q, q, q).forward
     assert [launch.partition(" ")[0] for launch in steps] == ["low_rank_prepare", "low_rank_recurrent"]
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_gradients_that_fit_no_card_are_named(learns: bool, monkeypatch: pytest.MonkeyPatch):
+    """In float32, chunks of 64 exceed an H200's shared memory, but only a backward launches the kernel."""
+    noted, usual = [], table.plan
+    monkeypatch.setattr(
+        table, "plan", lambda *args, **options: noted.append(options["sizes"]) or usual(*args, **options)
+    )
+    q = torch.randn(1, 70, 1, 8, requires_grad=learns)
+    wyfold.chunk_rwkv7(q, q, q, q, q, q, chunk_size=64)
+    limits = [hardware_limit("sm_90", f"{stage}.triton", LaunchKey.parse(words)) for stage, words in noted[0]]
+    assert any("gradients in float32 in chunks of 64" in limit for limit in limits) == learns
+    words = dict(noted[0])["low_rank_prepare"]
+    for architecture, dtype in (("sm_90", "fp16"), ("sm_100", "fp32"), ("sm_89", "bf16")):
+        assert not hardware_limit(
+            architecture, "low_rank_gradients.triton", LaunchKey.parse(words)._replace(dtype=dtype)
+        )
 
 
 def test_sequences_are_not_cut_into_segments():

@@ -314,7 +314,8 @@ def _launch_sizes(q: Tensor, options: DeltaOptions) -> tuple[tuple[str, str], ..
     if q.dtype == torch.float64:
         return ()
     key = f"{kernel_configs.dtype_word(q.dtype)} K{q.shape[-1]} C{options.chunk_size}"
-    return tuple([(options.stage(name), key) for name in ("prepare", "scan")])
+    stages = ("prepare", "scan", "gradients") if options.save else ("prepare", "scan")
+    return tuple([(options.stage(name), key) for name in stages])
 
 
 def known_short(op: str, q: object, cu_seqlens: object, on_cpu: object) -> bool:
