@@ -6,14 +6,11 @@ draws N calls of each operator.
 
 import functools
 import itertools
-import json
 
 import pytest
 import torch
 from tests.oracle import calls, further, loops
-from tests.oracle.calls import Call, Comparison, compare
-
-from wyfold.runtime import triton_support
+from tests.oracle.calls import Call, compare
 
 OPERATORS = calls.OPERATORS | further.OPERATORS
 draw_call = functools.partial(calls.draw_call, table=OPERATORS)
@@ -48,22 +45,10 @@ def test_random_calls_on_kernels_are_within_the_derived_bound(
     calls = (draw_call(operator, seed, "triton", (torch.float32,)) for seed in itertools.count())
     if device.type == "cpu":
         calls = (call for call in calls if max(x.numel() for x in call.leaves.values()) <= INTERPRETED_NUMBERS)
-    beyond: list[Comparison] = []
-    compared = 0
-    while compared < draws:
-        try:
-            beyond += [x for x in compare(next(calls), device=device) if not x.error <= x.bound]
-            compared += 1
-        except ValueError as refusal:
-            if not exceeds_the_card(refusal):
-                raise
+    beyond = []
+    for call in itertools.islice(calls, draws):
+        beyond += [x for x in compare(call, device=device) if not x.error <= x.bound]
     assert not beyond, "\n".join(f"{x.call}\n  {x.name}: {x.error:.3e}, bound {x.bound:.3e}" for x in beyond)
-
-
-def exceeds_the_card(refusal: ValueError) -> bool:
-    """Whether an operator refused a call because its kernels do not fit the card."""
-    beyond = json.loads(triton_support.config_text("support"))["beyond"]
-    return any(limit["reason"] in str(refusal) for limit in beyond)
 
 
 PLANTED = {
