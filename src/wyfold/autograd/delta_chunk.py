@@ -31,8 +31,9 @@ from wyfold.autograd.delta_records import (
     DeltaBackwardInputs,
     DeltaResult,
     DeltaTensors,
+    empty_at_borders,
     empty_result,
-    most_borders,
+    pass_through,
 )
 from wyfold.autograd.head_parts import HeadPart, head_parts
 from wyfold.autograd.kernel_call import KernelCall
@@ -223,27 +224,6 @@ def _write_gradients(call: KernelCall, do: Tensor, borders: TokenBorders, wanted
         gradients = table.selected_module("gradients", call.options.backend, key, t.q.device).gradients
         inputs = t.q, t.k, t.g, t.beta, call.A_log, call.dt_bias
         gradients(*inputs, do, borders, call.grid, call.options, key, GradientOutputs(*tokens))
-
-
-def empty_at_borders(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
-    """Allocate states at the segments' borders and maps of the segments before them, V-first; [] without borders."""
-    borders, HV, K, V = most_borders(t, options), t.v.shape[2], t.q.shape[3], t.v.shape[3]
-    if not borders:
-        return []
-    rows = [t.q.new_empty(borders, HV, width, K, dtype=torch.float32) for width in (V, K)]
-    if options.save and t.cu_seqlens is not None:
-        # Saved tensors must be deterministic, and not every row of a packed batch is written.
-        for x in rows:
-            x.zero_()
-    return rows
-
-
-def pass_through(states: Tensor | None, out: Tensor) -> None:
-    """Copy states to out (zeros for None): without tokens, states and their gradients pass unchanged."""
-    if states is None:
-        out.zero_()
-    else:
-        out.copy_(states)
 
 
 def backward_factors(prepared: Prepared) -> list[Tensor]:

@@ -1,10 +1,11 @@
-"""Records of one delta-family call, and allocation of its results and gradients."""
+"""Records of one delta-family call, and allocation of its results, gradients and states at segments' borders."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from wyfold.runtime.chunk_layout import max_borders
@@ -155,6 +156,27 @@ def empty_result(t: DeltaTensors, options: DeltaOptions, out: Tensor | None = No
     rows = (B, T // n) if N is None else (T // n,)
     make = t.v.new_zeros if out is None else t.v.new_empty
     return DeltaResult(o, final_state, make((*rows, HV, *state), dtype=options.state_dtype))
+
+
+def empty_at_borders(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
+    """Allocate states at the segments' borders and maps of the segments before them, V-first; [] without borders."""
+    borders, HV, K, V = most_borders(t, options), t.v.shape[2], t.q.shape[3], t.v.shape[3]
+    if not borders:
+        return []
+    rows = [t.q.new_empty(borders, HV, width, K, dtype=torch.float32) for width in (V, K)]
+    if options.save and t.cu_seqlens is not None:
+        # Saved tensors must be deterministic, and not every row of a packed batch is written.
+        for x in rows:
+            x.zero_()
+    return rows
+
+
+def pass_through(states: Tensor | None, out: Tensor) -> None:
+    """Copy states to out (zeros for None): without tokens, states and their gradients pass unchanged."""
+    if states is None:
+        out.zero_()
+    else:
+        out.copy_(states)
 
 
 def transpose_if_v_first(states: Tensor, options: DeltaOptions) -> Tensor:

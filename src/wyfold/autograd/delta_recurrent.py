@@ -15,13 +15,13 @@ from typing import Any
 
 from torch import Tensor
 
-from wyfold.autograd.delta_chunk import pass_through
 from wyfold.autograd.delta_records import (
     INITIAL_STATE,
     DeltaBackwardInputs,
     DeltaResult,
     DeltaTensors,
     empty_result,
+    pass_through,
 )
 from wyfold.autograd.row_alignment import vector_loadable
 from wyfold.kernels import table

@@ -15,14 +15,15 @@ from typing import Any
 
 from torch import Tensor
 
-from wyfold.autograd.delta_chunk import empty_at_borders, pass_through
 from wyfold.autograd.delta_records import (
     INITIAL_STATE,
     DeltaBackwardInputs,
     DeltaResult,
     DeltaTensors,
+    empty_at_borders,
     empty_result,
     most_borders,
+    pass_through,
     transpose_if_v_first,
 )
 from wyfold.autograd.low_rank_segments import SegmentedScans

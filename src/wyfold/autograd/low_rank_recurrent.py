@@ -12,8 +12,14 @@ import torch
 from torch import Tensor
 
 from wyfold.autograd import low_rank_chunk
-from wyfold.autograd.delta_chunk import pass_through
-from wyfold.autograd.delta_records import LEARNING, DeltaBackwardInputs, DeltaResult, DeltaTensors, empty_result
+from wyfold.autograd.delta_records import (
+    LEARNING,
+    DeltaBackwardInputs,
+    DeltaResult,
+    DeltaTensors,
+    empty_result,
+    pass_through,
+)
 from wyfold.autograd.low_rank_chunk import LowRankCall
 from wyfold.autograd.row_alignment import vector_loadable
 from wyfold.kernels.records import Slots

@@ -11,13 +11,12 @@ from wyfold.autograd.serving_delta import serve_op
 from wyfold.kernels import table
 from wyfold.kernels.trial import TOKENS, Sample, Trial, boundary_sample, sample, with_sequences
 from wyfold.ops.delta_checks import CheckedDelta, cast_columns
+from wyfold.ops.delta_keys import launch_keys, low_rank_keys
 from wyfold.ops.delta_plan import (
     SEGMENT_STAGES,
     best_chunk_size,
     call_cut,
     checked_options,
-    launch_keys,
-    low_rank_keys,
     position_grids,
     runs_eagerly,
     with_backend,

@@ -1,0 +1,81 @@
+"""Launch keys of the kernels of a delta-family call, by which the tables of configurations are searched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wyfold.autograd.low_rank_recurrent import BACKWARD_CHUNK
+from wyfold.kernels import table
+from wyfold.runtime.kernel_configs import LaunchKey
+from wyfold.runtime.options import DeltaOptions
+
+Stages = tuple[tuple[str, ...], tuple[str, ...]]
+"""Names of the launches of a forward and of its backward."""
+
+
+def launch_keys(
+    stages: Stages,
+    q: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    chunk_size: int,
+    scanned: int,
+    *,
+    kept: bool,
+    norm: bool,
+) -> list[tuple[str, LaunchKey]]:
+    """(stage, launch key) of each kernel of a chunked call.
+
+    Args:
+        stages: Stages of the forward and of the backward.
+        scanned: Number of sequences, or the likely number of segments.
+        kept: Intermediate states are returned.
+        norm: Kernels normalise the rows of q and k.
+    """
+    prepare: Any = table.kernel_module("prepare", "triton")
+    gate, folded = prepare.gate_kind(g), prepare.reads_folded(g)
+    key = prepare.launch_key(q.dtype, q.shape[-1], v.shape[-1], chunk_size, gate, folded)
+    keys = dict.fromkeys(stages[0] + stages[1], key)
+    keys["prepare"] = key._replace(norm=norm)
+    keys["scan"] = table.kernel_module("scan", "triton").scan_key(key, scanned, v, kept=kept)
+    if "scan_bwd" in keys:
+        keys["scan_bwd"] = table.kernel_module("scan_bwd", "triton").scan_bwd_key(key, scanned, v)
+    if "gradients" in keys:
+        keys["gradients"] = table.kernel_module("gradients", "triton").gradients_key(keys["prepare"], q, v)
+    back = []
+    if "segment_summary" in keys:
+        keys["segment_summary"] = key._replace(launch="fwd")
+        back = [("segment_summary", key._replace(launch="bwd"))] if stages[1] else []
+    return [*keys.items(), *back]
+
+
+def low_rank_keys(
+    options: DeltaOptions,
+    stages: Stages,
+    q: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    stored: torch.dtype = torch.float32,
+) -> list[tuple[str, LaunchKey]]:
+    """(stage, launch key) of each kernel of a diagonal-plus-low-rank rule. stored: dtype of the states."""
+    prepare: Any = table.kernel_module("low_rank_prepare", "triton")
+    recurrent: Any = table.kernel_module("low_rank_recurrent", "triton")
+    K, V = q.shape[-1], v.shape[-1]
+    key = prepare.launch_key(q.dtype, K, V, BACKWARD_CHUNK if options.recurrent else options.chunk_size)
+    gated = key._replace(gate=prepare.token_gate_kind(q, g, options))
+    own = {"recurrent": recurrent.launch_key(stored, K, V), "prepare": gated, "gradients": gated}
+    names = dict.fromkeys(stages[0][options.recurrent :] + stages[1])
+    return [(options.stage(name), own.get(name, key)) for name in names]
+
+
+def token_keys(
+    q: Tensor, v: Tensor, g: Tensor | None, stored: torch.dtype, *, v_first: bool
+) -> list[tuple[str, LaunchKey]]:
+    """(stage, launch key) of a recurrent call's kernels: forward, backward, and the sum of partial gradients."""
+    module: Any = table.kernel_module("recurrent", "triton")
+    K, V = q.shape[-1], v.shape[-1]
+    backward = [("recurrent", module.launch_key_bwd(K, V)), ("recurrent", LaunchKey(launch="gather"))]
+    return [("recurrent", module.launch_key(stored, K, V, g, v_first=v_first)), *backward]
