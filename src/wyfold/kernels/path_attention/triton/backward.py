@@ -13,12 +13,13 @@ The far ones take some queries of a sequence at a time, and are launched again f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wyfold.kernels.path_attention.triton.arguments import Own, Queries, keys_argument
+from wyfold.kernels.path_attention.triton.arguments import Keys, Own, Queries, keys_argument
 from wyfold.kernels.path_attention.triton.far_keys import (
     KeyGradients,
     wyfold_path_far_keys_triton,
@@ -40,6 +41,7 @@ from wyfold.kernels.path_attention.triton.starts import wyfold_path_starts_trito
 from wyfold.kernels.path_records import (
     CHUNK,
     PathFactors,
+    PathScales,
     PathSizes,
     PathSums,
     PathTiles,
@@ -89,25 +91,7 @@ def path_attention_bwd(
     (B, T, HQ, K), (H, V), dtype = x.q.shape, x.v.shape[2:], x.q.dtype
     slots, rows, BK = factors.M.shape[0], near_rows(B * T, block), key_width(K)
     sizes = PathSizes(H, HQ, K, V, CHUNK, BK, key_width(V), block)
-    keys = keys_argument(factors, x.v, x.g, sums)
-
-    def launch(kernel: Any, programs: int, name: str, **named: Any) -> None:
-        config = tuned("path_attention.triton", launch_key(dtype, K, V, name), x.q.device)
-        launch_kernel(
-            kernel,
-            grid.chunks * programs,
-            keys=keys,
-            packing=Packing(grid.cu, grid.first, grid.sequence),
-            N=grid.sequences,
-            T=grid.tokens,
-            per_sequence=grid.per_sequence,
-            factor=path_scales(scale, gate),
-            PACKED=grid.cu is not None,
-            OP=operand(dtype),
-            PRECISION=precision(dtype),
-            **{"SIZES": sizes, **named},
-            **config.options(contract=contracts(dtype)),
-        )
+    launch = _launcher(keys_argument(factors, x.v, x.g, sums), sizes, x.q, grid, path_scales(scale, gate))
 
     def of_queries(*shape: int) -> Tensor:
         return x.q.new_empty(*shape, dtype=torch.float32)
@@ -153,6 +137,31 @@ def path_attention_bwd(
     own_keys = OwnKeys(dk, dW, dw, dv, dend)
     launch(wyfold_path_own_keys_triton, H, "own_keys", queries=queries, p_dnear=dnear, out=own_keys)
     return PathWorkspace(dq, dk, dW, dw, dv, dblocks, dM, delta, others, dend, dblock_end, dtotal, dblock_total)
+
+
+def _launcher(keys: Keys, sizes: PathSizes, q: Tensor, grid: ChunkGrid, factor: PathScales) -> Callable[..., None]:
+    """Function that launches a kernel, by its name in `launch_key`, with so many programs per chunk."""
+    dtype = q.dtype
+
+    def launch(kernel: Any, programs: int, name: str, **named: Any) -> None:
+        config = tuned("path_attention.triton", launch_key(dtype, sizes.K, sizes.V, name), q.device)
+        launch_kernel(
+            kernel,
+            grid.chunks * programs,
+            keys=keys,
+            packing=Packing(grid.cu, grid.first, grid.sequence),
+            N=grid.sequences,
+            T=grid.tokens,
+            per_sequence=grid.per_sequence,
+            factor=factor,
+            PACKED=grid.cu is not None,
+            OP=operand(dtype),
+            PRECISION=precision(dtype),
+            **{"SIZES": sizes, **named},
+            **config.options(contract=contracts(dtype)),
+        )
+
+    return launch
 
 
 def _lanes(rows: int, tiles: int) -> int:

@@ -108,14 +108,7 @@ def _step(S, total, gmem, ring, out, span, part, stage, i, SIZES: gl.constexpr, 
     beta = factors.slice(3 * BT, BT).load(ROW)
     if FULL and ERASES:
         Sk = warpgroup_mma_wait(1, deps=[Sk])
-    if not ERASES:
-        R = v.to(gl.float32)
-    elif CHANNEL:
-        R = v.to(gl.float32) - Sk
-    else:
-        R = v.to(gl.float32) - Sk * in_k[None, :]
-    if not FULL:
-        R = gl.where((gl.arange(0, BT, layout=ROW) < span.tail_rows)[None, :], R, 0.0)
+    R = _residual(v, Sk, in_k, span.tail_rows, SIZES, FULL)
     e, beta_out = zero_acc, beta  # read without FOLDED alone
     if FOLDED:
         y = gl.convert_layout((R * beta[None, :]).to(OP), L.chunk_left, assert_trivial=True)
@@ -144,6 +137,21 @@ def _step(S, total, gmem, ring, out, span, part, stage, i, SIZES: gl.constexpr, 
     o = warpgroup_mma_wait(1, deps=[o])
     _write_output((o * gmem.scale).to(OP), gmem, ring, out, span, part, stage, i, SIZES, FULL)
     return warpgroup_mma_wait(0, deps=[S])
+
+
+@gluon.jit
+def _residual(v, Sk, in_k, rows, SIZES: gl.constexpr, FULL: gl.constexpr):
+    """Values, minus what the state holds at their keys if the rule erases; zero past the chunk's tokens."""
+    if not SIZES.ERASES:
+        R = v.to(gl.float32)
+    elif SIZES.CHANNEL:
+        R = v.to(gl.float32) - Sk
+    else:
+        R = v.to(gl.float32) - Sk * in_k[None, :]
+    if not FULL:
+        ROW: gl.constexpr = layouts(SIZES.K, SIZES.BT, gl.num_warps()).row
+        R = gl.where((gl.arange(0, SIZES.BT, layout=ROW) < rows)[None, :], R, 0.0)
+    return R
 
 
 @gluon.jit

@@ -15,7 +15,7 @@ from wyfold.kernels.gradients.triton.arguments import Factors
 from wyfold.kernels.gradients.triton.terms import sum_over_chunks
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid
-from wyfold.runtime.kernel_configs import LaunchKey, tuned
+from wyfold.runtime.kernel_configs import Config, LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.triton import gate_argument
@@ -105,25 +105,32 @@ def gradients(
     )
     copy_wanted((out_q, out_k, out_v), [requested for requested, _ in wanted])
     if HV > H:
-        launch_kernel(
-            wyfold_gradients_heads_gluon,
-            grid.chunks * H,
-            p_q=out_q,
-            p_k=out_k,
-            p_dq=out.q,
-            p_dk=out.k,
-            s_dq=strides(out.q),
-            s_dk=strides(out.k),
-            packing=packing,
-            N=grid.sequences,
-            T=grid.tokens,
-            per_sequence=grid.per_sequence,
-            SIZES=sizes,
-            PACKED=grid.cu is not None,
-            **config.options(),
-        )
+        _launch_heads(out_q, out_k, out, packing, sizes, grid, config)
     sum_over_chunks(dA_log, out.A_log)
     sum_over_chunks(ddt_bias, out.dt_bias)
+
+
+def _launch_heads(
+    q: Tensor, k: Tensor, out: GradientOutputs, packing: Packing, sizes: Sizes, grid: ChunkGrid, config: Config
+) -> None:
+    """Sum the gradients of q and k over the value heads of each key head."""
+    launch_kernel(
+        wyfold_gradients_heads_gluon,
+        grid.chunks * sizes.H,
+        p_q=q,
+        p_k=k,
+        p_dq=out.q,
+        p_dk=out.k,
+        s_dq=strides(out.q),
+        s_dk=strides(out.k),
+        packing=packing,
+        N=grid.sequences,
+        T=grid.tokens,
+        per_sequence=grid.per_sequence,
+        SIZES=sizes,
+        PACKED=grid.cu is not None,
+        **config.options(),
+    )
 
 
 def _tma_readable(x: Tensor) -> bool:
