@@ -1,12 +1,14 @@
 """`gradients` in Gluon, for every gate, on the emulator, against float64 autograd of the token loop."""
 
 import copy
+import functools
 import itertools
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 from tests.emulator.cases import cases
 from tests.emulator.compare import BFLOAT16, require_close
@@ -17,6 +19,7 @@ from torch import Tensor
 from wyfold import reference
 from wyfold.kernels.gradients import gluon
 from wyfold.kernels.gradients.gluon import channel, scalar
+from wyfold.kernels.gradients.gluon.scalar.heads import UNROLLED
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid, chunk_grid
 from wyfold.runtime.kernel_configs import Config, LaunchKey
@@ -77,16 +80,16 @@ def test_gradients(case):
     judge(Machine(*case.schedule), draw(kind, **shape))
 
 
-def test_a_group_has_the_sums_of_its_heads():
+@pytest.mark.parametrize("group", [3, UNROLLED.value + 1])
+def test_a_group_has_the_sums_of_its_heads(group: int):
     """Every gradient of a value head has the bits of equal heads; dq and dk are float32 sums in the heads' order."""
-    call = draw("scalar", T=100, group=3, norm=True)
-    q, k = (call.given[name].repeat_interleave(3, 2) for name in ("q", "k"))
+    call = draw("scalar", T=100 if group == 3 else 60, group=group, norm=True)
+    q, k = (call.given[name].repeat_interleave(group, 2) for name in ("q", "k"))
     alone = run(Machine(), replace(call, given=call.given | {"q": q, "k": k}))
     for name, found in run(Machine(), call).items():
         expected = alone[name]
         if name in ("q", "k"):
-            first, second, third = expected.float().unflatten(2, (-1, 3)).unbind(3)
-            expected = (first + second + third).bfloat16()
+            expected = functools.reduce(torch.add, expected.float().unflatten(2, (-1, group)).unbind(3)).bfloat16()
         assert found is None or torch.equal(found, expected), name
 
 

@@ -8,6 +8,9 @@ from triton.experimental.gluon import language as gl
 from wyfold.kernels.gradients.gluon.tokens import Coords, store_rows
 from wyfold.tile.index.triton import chunk_span
 
+UNROLLED = gl.constexpr(8)
+"""Value heads of a group whose loads are unrolled. 128 of them compiled for minutes and spilled registers."""
+
 
 @gluon.jit(do_not_specialize=["N", "T", "per_sequence"])
 def wyfold_gradients_heads_gluon(
@@ -55,6 +58,11 @@ def _store_sum(p_tiles, p, s, coords, pid, exists, SIZES: gl.constexpr):
     offsets = o_t[:, None] * K + o_w[None, :]
     mask = (o_t < coords.rows)[:, None] & (o_w >= 0)[None, :] & exists
     total = gl.zeros([BT, K], gl.float32, L)
-    for r in gl.static_range(GR):
-        total += gl.load(p_tiles + (pid * GR + r) * (BT * K) + offsets, mask, 0.0).to(gl.float32)
+    p_first = p_tiles + pid * GR * (BT * K) + offsets
+    if GR <= UNROLLED:
+        for r in gl.static_range(GR):
+            total += gl.load(p_first + r * (BT * K), mask, 0.0).to(gl.float32)
+    else:
+        for r in range(GR):
+            total += gl.load(p_first + r * (BT * K), mask, 0.0).to(gl.float32)
     store_rows(p, s, coords, 0, total, L, BT, K)
