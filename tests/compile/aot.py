@@ -710,11 +710,10 @@ PER_ARCHITECTURE: dict[str, tuple[Call | ServingCall | RankCall, ...]] = {
     "sm_90": (
         Call("parallel_path_attn", "float16", 64, 64, segments=9),
         Call("chunk_kda, gate inside", options=GPU_CHUNKS, packed=True),
-        *(
-            Call(name, K=W, V=W, options=(("chunk_size", 32),))
-            for name in ("chunk_comba", "chunk_iplr_delta_rule")
-            for W in (64, 128)
-        ),
+        Call("chunk_comba", K=64, V=64, options=(("chunk_size", 32),), tested=HOPPER),
+        Call("chunk_comba", options=(("chunk_size", 32),)),
+        Call("chunk_iplr_delta_rule", K=64, V=64, options=(("chunk_size", 32),)),
+        Call("chunk_iplr_delta_rule", options=(("chunk_size", 32),)),
         Call("chunk_delta_rule", options=(("chunk_size", 64),), heads=128, tested=HOPPER),
         Call("chunk_gated_delta_rule", options=(("chunk_size", 64),), wrt=("initial_state",)),
         Call("chunk_kda", options=STATES, packed=True, heads=128),
