@@ -197,6 +197,13 @@ def test_packed_is_separate_and_repeats(name: str, dtype: torch.dtype, device, r
     cu = torch.tensor(borders, device=device)
     packed, again = (results(op, a, None, fed, cu_seqlens=cu) for _ in range(2))
     assert all(torch.equal(again[part], x) for part, x in packed.items())
+    require_separate_bits(results, op, a, fed, packed, borders)
+
+
+def require_separate_bits(
+    results: Any, op: Any, a: dict[str, Any], fed: dict[str, Tensor], packed: dict[str, Tensor], borders: Any
+) -> None:
+    """Every packed sequence has the bits of a separate call, in outputs, states and gradients."""
     for n, (begin, end) in enumerate(pairwise(borders)):
         alone = {part: x[:, begin:end] if part in PER_TOKEN else x for part, x in a.items()}
         alone["initial_state"] = a["initial_state"][n : n + 1]

@@ -1,12 +1,11 @@
 """DPLR, GDN-2 and Comba on kernels with sequences cut into segments: accuracy, and promises about bits."""
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from tests.interpret.test_delta_ops import moved
-from tests.interpret.test_low_rank import PER_TOKEN, drawn, require_accurate
+from tests.interpret.test_low_rank import PER_TOKEN, drawn, require_accurate, require_separate_bits
 from tests.ops.low_rank_calls import OPERATORS
 
 import wyfold
@@ -55,13 +54,7 @@ def test_packed_is_separate_and_repeats(device, results):
         cu = torch.tensor(PACKED, device=device)
         packed, again = (results(op, x, None, fed, cu_seqlens=cu) for x in (a, strided))
         assert all(torch.equal(again[part], x) for part, x in packed.items())
-        for n, (begin, end) in enumerate(pairwise(PACKED)):
-            alone = {part: x[:, begin:end] if part in PER_TOKEN else x for part, x in a.items()}
-            alone["initial_state"] = a["initial_state"][n : n + 1]
-            got = results(op, alone, None, {"o": fed["o"][:, begin:end], "state": fed["state"][n : n + 1]})
-            for part, x in got.items():
-                mine = packed[part][n : n + 1] if "state" in part else packed[part][:, begin:end]
-                assert torch.equal(mine, x), (part, n)
+        require_separate_bits(results, op, a, fed, packed, PACKED)
 
 
 def test_the_plan_and_the_self_check_have_segments(device):

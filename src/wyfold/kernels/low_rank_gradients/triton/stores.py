@@ -93,14 +93,20 @@ def store_token_tiles(
         if outputs.beta is not None:
             p_beta = outputs.beta + i_k * outputs.s_slice
             store_token_scalars(p_beta, outputs.s_beta, at, i_hv, tl.sum(b_beta, axis=1), BT)
+    _store_wanted(b_dq, b_dk, b_da, b_db, outputs, at, i_hv, column, K)
+
+
+@triton.jit
+def _store_wanted(b_dq, b_dk, b_da, b_db, outputs, at, h, column, K: tl.constexpr):
+    """Store those of the gradients of queries, second columns, erasing rows and columns that are wanted."""
     if outputs.q is not None:
-        store_tokens(outputs.q, outputs.s_q, at, i_hv, column, b_dq, K)
+        store_tokens(outputs.q, outputs.s_q, at, h, column, b_dq, K)
     if outputs.k is not None:
-        store_tokens(outputs.k, outputs.s_k, at, i_hv, column, b_dk, K)
+        store_tokens(outputs.k, outputs.s_k, at, h, column, b_dk, K)
     if outputs.a is not None:
-        store_tokens(outputs.a, outputs.s_a, at, i_hv, column, b_da, K)
+        store_tokens(outputs.a, outputs.s_a, at, h, column, b_da, K)
     if outputs.b is not None:
-        store_tokens(outputs.b, outputs.s_b, at, i_hv, column, b_db, K)
+        store_tokens(outputs.b, outputs.s_b, at, h, column, b_db, K)
 
 
 @triton.jit
@@ -121,13 +127,6 @@ def clear_tokens(outputs, at, h, i_k, SIZES: tl.constexpr):
     BT: tl.constexpr = SIZES.BT
     BK: tl.constexpr = SIZES.BK
     zeros, column = tl.zeros((BT, BK), tl.float32), i_k * BK
-    if outputs.q is not None:
-        store_tokens(outputs.q, outputs.s_q, at, h, column, zeros, K)
-    if outputs.k is not None:
-        store_tokens(outputs.k, outputs.s_k, at, h, column, zeros, K)
-    if outputs.a is not None:
-        store_tokens(outputs.a, outputs.s_a, at, h, column, zeros, K)
-    if outputs.b is not None:
-        store_tokens(outputs.b, outputs.s_b, at, h, column, zeros, K)
+    _store_wanted(zeros, zeros, zeros, zeros, outputs, at, h, column, K)
     if outputs.beta is not None:
         store_token_scalars(outputs.beta + i_k * outputs.s_slice, outputs.s_beta, at, h, tl.sum(zeros, axis=1), BT)
