@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.ops.family_calls import CASES, drawn, operator
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import wyfold
@@ -9,7 +10,7 @@ from wyfold import SequenceLayout, serving
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 
-RULES = ("delta_rule", "gated_delta_rule", "kda")
+DELTA_RULES = ("delta_rule", "gated_delta_rule", "kda")
 FORMS = ("chunk", "fused_recurrent")
 LENGTHS = (64, 17, 50, 31)
 
@@ -29,7 +30,7 @@ def call(rule: str, T: int, packed: bool) -> dict:
 
 
 # Every rule, both forms, dense and packed.
-CASES = [
+DELTA_CASES = [
     pytest.param("delta_rule", "chunk", False, marks=pytest.mark.release),
     ("gated_delta_rule", "fused_recurrent", True),
     ("kda", "chunk", True),
@@ -37,7 +38,7 @@ CASES = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rule, form, packed", CASES)
+@pytest.mark.parametrize("rule, form, packed", DELTA_CASES)
 def test_lengths_forward_and_backward(rule: str, form: str, packed: bool, results):
     """Packed cases of the chunk form also without gradients."""
     op = getattr(wyfold, f"{form}_{rule}")
@@ -53,32 +54,19 @@ def test_lengths_forward_and_backward(rule: str, form: str, packed: bool, result
         assert counter.frame_count <= 2, f"{mode}: {counter.frame_count} compiles for {len(LENGTHS)} lengths"
 
 
-FURTHER = {
-    "chunk_gdn2": ("gdn2", {"db", "dw"}),
-    "fused_recurrent_dplr_delta_rule": ("dplr_delta_rule", {"da", "db"}),
-    "chunk_gla": ("gla", {"dg"}),
-    "fused_recurrent_gla": ("gla", {"dg"}),
-    "chunk_gated_delta_product": ("delta_rule", {"dbeta"}),
-    "fused_mul_recurrent_rwkv7": ("mul_rwkv7", {"dkk", "da", "dw"}),
-    "chunk_comba": ("comba", {"dp", "dbeta"}),
-}
-"""Operator -> rule of its arguments, and gradients that not every rule has."""
-
-SHOWN = "chunk_gdn2", "fused_recurrent_gla", "chunk_gated_delta_product"
+SHOWN = ("gdn2", "chunk"), ("gla", "fused_recurrent"), ("product", "chunk")
 
 
 @pytest.mark.parametrize(
-    "name", [*SHOWN, *(pytest.param(x, marks=pytest.mark.release) for x in FURTHER if x not in SHOWN)]
+    ("rule", "form"), [*SHOWN, *(pytest.param(*case, marks=pytest.mark.release) for case in CASES if case not in SHOWN)]
 )
-def test_further_rules(name: str, results):
+def test_further_rules(rule: str, form: str, results):
     """One graph with all gradients."""
-    op, (rule, gradients) = getattr(wyfold, name), FURTHER[name]
+    op = operator(rule, form)
     compiled = torch.compile(op, backend="aot_eager", fullgraph=True)
-    a = inputs.draw("random", rule, Shape(2, 33, 1, 2, 8, 16), gate="weak", state="normal")
-    if "product" in name:
-        a |= {"q": a["q"][:, :11].contiguous(), "num_householder": 3}
-    got, plain = (results(f, a, output_final_state=True) for f in (compiled, op))
-    assert gradients | {"dinitial_state"} <= got.keys() == plain.keys()
+    a = drawn(rule, Shape(2, 33, 1, 2, 8, 16), gate="weak")
+    got, plain = results(compiled, a), results(op, a)
+    assert {f"d{name}" for name, x in a.items() if isinstance(x, torch.Tensor)} <= got.keys() == plain.keys()
     assert all(torch.equal(got[name], x) for name, x in plain.items())
 
 
@@ -128,7 +116,7 @@ def test_states_between_and_kept_factors_compile(results):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", DELTA_RULES)
 def test_autocast_casts_q_k_and_v_and_nothing_else(rule: str, form: str, results):
     op, a = getattr(wyfold, f"{form}_{rule}"), call(rule, 33, False)
     narrow = a | {name: a[name].bfloat16() for name in ("q", "k", "v")}

@@ -1,7 +1,6 @@
-"""Gated DeltaProduct against the token loop, and its promises, bit for bit."""
+"""Gated DeltaProduct against the token loop, and refusals. Its promises: tests/properties/test_family.py."""
 
 import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -110,68 +109,6 @@ def test_reflections_make_a_rotation(float64_bounds):
     given = {"initial_state": start, "output_final_state": True}
     _, end = wyfold.chunk_gated_delta_product(q, k, 0 * k, None, beta, 2, **given)
     float64_bounds.output("state", end, start)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_packed_is_separate_and_repeats(kind: str, form, results):
-    borders, n = [0, 9, 9, 26, 27], 2
-    a = drawn(kind, Shape(1, 30, 1, 2, 24, 16), n, "any", sequences=4, dtype=torch.float32)
-    fed = {"o": inputs.incoming(a["q"].new_empty(1, 30, 2, 16), 1), "state": inputs.incoming(a["initial_state"], 2)}
-    for name in (*OF_TOKENS, *OF_UPDATES):
-        if name in a:
-            a[name][:, 27 * (n if name in OF_UPDATES else 1) :] = torch.nan
-    fed["o"][:, 27:] = torch.nan
-    packed, again = (results(form, a, None, fed, cu_seqlens=torch.tensor(borders)) for _ in range(2))
-    assert all(torch.equal(again[name], x) for name, x in packed.items())
-    assert not packed["o"][:, 27:].any() and not packed["dk"][:, 54:].any()
-    for i, (begin, end) in enumerate(pairwise(borders)):
-        alone = tokens(a, begin, end) | {"initial_state": a["initial_state"][i : i + 1]}
-        got = results(form, alone, None, {"o": fed["o"][:, begin:end], "state": fed["state"][i : i + 1]})
-        for name, x in got.items():
-            of_updates = name.removeprefix("d") in OF_UPDATES
-            rows = slice(n * begin, n * end) if of_updates else slice(begin, end)
-            assert torch.equal(packed[name][i : i + 1] if "state" in name else packed[name][:, rows], x), (name, i)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_past_does_not_depend_on_the_future(kind: str, form, results):
-    n, t = 3, 19
-    a, other = (drawn(kind, Shape(1, 40, 1, 2, 16, 8), n, dtype=torch.float32, seed=seed) for seed in (0, 1))
-    fed = {"o": inputs.incoming(a["q"].new_empty(1, 40, 2, 8), 1)}
-    fed["o"][:, t:] = 0
-    past, later = tokens(a, 0, t), tokens(other, t, 40)
-    future = {
-        name: torch.cat([past[name], later[name]], 1) if name in (*OF_TOKENS, *OF_UPDATES) else x
-        for name, x in a.items()
-    }
-    truth, got = (results(form, x, None, fed) for x in (a, future))
-    assert torch.equal(got["o"][:, :t], truth["o"][:, :t])
-    assert torch.equal(got["dinitial_state"], truth["dinitial_state"])
-    for name in (*OF_TOKENS, *OF_UPDATES):
-        if name in a:
-            rows = slice(0, n * t if name in OF_UPDATES else t)
-            assert torch.equal(got[f"d{name}"][:, rows], truth[f"d{name}"][:, rows]), name
-
-
-def test_split_at_a_chunk_is_whole(form):
-    """A cut where a token and a chunk of updates both end."""
-    a = drawn("scalar", Shape(2, 60, 1, 2, 8, 16), 2, dtype=torch.float32)
-    o, state = form(**a)
-    parts, left = [], a["initial_state"]
-    for begin, end in ((0, 16), (16, 40), (40, 60)):
-        part, left = form(**tokens(a, begin, end) | {"initial_state": left})
-        parts.append(part)
-    assert torch.equal(torch.cat(parts, 1), o) and torch.equal(left, state)
-
-
-def test_strides_change_no_bit(form, results):
-    a = drawn("channel", Shape(2, 30, 1, 2, 16, 8), 2, dtype=torch.float32)
-    strided = {
-        name: x.transpose(1, 2).contiguous().transpose(1, 2) if isinstance(x, torch.Tensor) else x
-        for name, x in a.items()
-    }
-    got, truth = results(form, strided), results(form, a)
-    assert all(torch.equal(got[name], x) for name, x in truth.items())
 
 
 @pytest.mark.parametrize(

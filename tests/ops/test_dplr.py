@@ -142,26 +142,6 @@ def test_float32_on_keys_that_repeat(keys: str):
         require(judge(x, truth[name], name=name, target=target(name, torch.float32)))
 
 
-KEPT = {"gdn2": ("g", "b", "w"), "comba": ("g", "beta"), "dplr_delta_rule": ("gk",), "gla": ("g",)}
-"""Rule -> arguments that autocast leaves as they are: gates and strengths. Of the other rules, decays and states."""
-
-
-@pytest.mark.parametrize("name", [*OPERATORS, "chunk_gla", "chunk_gated_delta_product"])
-def test_autocast_casts_the_rows_and_nothing_else(name: str, results):
-    op = getattr(wyfold, name)
-    rule = OPERATORS[name][2] if name in OPERATORS else "gla" if "gla" in name else "gated_delta_rule"
-    a = inputs.draw("random", rule, Shape(1, 20, 1, 2, 8, 8), gate="weak", state="normal")
-    a |= {"q": a["q"][:, :10], "g": a["g"][:, :10], "num_householder": 2} if "product" in name else {}
-    kept = {"initial_state", "num_householder", *KEPT.get(rule, ("w",) if "rwkv7" in rule else ("g", "beta"))}
-    with torch.autocast("cpu", torch.bfloat16):
-        got = results(op, a, output_final_state=True)
-    narrow = {part: x if part in kept else x.bfloat16() for part, x in a.items()}
-    plain = results(op, narrow, output_final_state=True)
-    assert got["o"].dtype == torch.bfloat16 and got["state"].dtype == torch.float32
-    for part, x in plain.items():
-        assert torch.equal(got[part], x.to(got[part].dtype)), part
-
-
 def test_safe_gate_raises_the_decay(results):
     a = inputs.draw("random", "dplr_delta_rule", Shape(1, 40, 1, 1, 8, 8), gate="any", state="normal")
     for op in DPLR.values():

@@ -1,6 +1,5 @@
-"""GLA against the token loop, and its promises: packed = separate, causal, repeatable, split, strided, bit for bit."""
+"""GLA against the token loop, and refusals. Its promises bit for bit: tests/properties/test_family.py."""
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -142,70 +141,6 @@ def test_equal_channels_are_simple_gla(form, results, float64_bounds):
     channels = a | {"g": a["g"][..., None].expand(-1, -1, -1, 8)}
     got = results(form, channels)
     agree(float64_bounds, got | {"dg": got["dg"].sum(-1)}, results(form, a))
-
-
-# --- bitwise promises ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_packed_is_separate_and_repeats(kind: str, dtype: torch.dtype, form, results):
-    lengths = [17, 0, 33, 1]
-    total, borders = sum(lengths), [0, 17, 17, 50, 51]
-    a = drawn(kind, Shape(1, total + 4, 1, 2, 24, 16), "any", sequences=4, dtype=dtype)
-    fed = {"o": inputs.incoming(a["v"], 1), "state": inputs.incoming(a["initial_state"], 2)}
-    for x in (*(a[name] for name in PER_TOKEN if name in a), fed["o"]):
-        x[:, total:] = torch.nan
-    packed, again = (results(form, a, None, fed, cu_seqlens=torch.tensor(borders)) for _ in range(2))
-    assert all(torch.equal(again[name], x) for name, x in packed.items())
-    for n, (begin, end) in enumerate(pairwise(borders)):
-        alone = {name: x[:, begin:end] if name in PER_TOKEN else x for name, x in a.items()}
-        alone["initial_state"] = a["initial_state"][n : n + 1]
-        got = results(form, alone, None, {"o": fed["o"][:, begin:end], "state": fed["state"][n : n + 1]})
-        for name, x in got.items():
-            mine = packed[name][n : n + 1] if "state" in name else packed[name][:, begin:end]
-            assert torch.equal(mine, x), (name, n)
-    assert not packed["o"][:, total:].any() and not packed["dk"][:, total:].any()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_past_does_not_depend_on_the_future(kind: str, form, results):
-    a, t = drawn(kind, Shape(1, 70, 1, 2, 16, 8), "any", dtype=torch.float32), 37
-    other = drawn(kind, Shape(1, 70, 1, 2, 16, 8), dtype=torch.float32, seed=1)
-    fed = {"o": inputs.incoming(a["v"], 1)}
-    fed["o"][:, t:] = 0
-    future = {name: torch.cat([x[:, :t], other[name][:, t:]], 1) if name in PER_TOKEN else x for name, x in a.items()}
-    truth, got = (results(form, x, None, fed) for x in (a, future))
-    for name in ("o", *(f"d{name}" for name in PER_TOKEN if name in a)):
-        assert torch.equal(got[name][:, :t], truth[name][:, :t]), name
-    assert torch.equal(got["dinitial_state"], truth["dinitial_state"])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_split_at_a_chunk_is_whole(kind: str, form, results):
-    a = drawn(kind, Shape(2, 90, 1, 2, 8, 16), dtype=torch.float32)
-    whole, leaves, parts = results(form, a), {}, []
-    leaves = {name: x.detach().requires_grad_() for name, x in a.items() if isinstance(x, torch.Tensor)}
-    state = leaves["initial_state"]
-    for begin, end in ((0, 16), (16, 64), (64, 90)):
-        piece = {name: x[:, begin:end] for name, x in leaves.items() if name in PER_TOKEN}
-        o, state = form(**piece, initial_state=state, output_final_state=True)
-        parts.append(o)
-    o = torch.cat(parts, 1)
-    assert torch.equal(o, whole["o"]) and torch.equal(state, whole["state"])
-    found = torch.autograd.grad([o, state], list(leaves.values()), [inputs.incoming(o, 0), inputs.incoming(state, 1)])
-    assert all(torch.equal(dx, whole[f"d{name}"]) for name, dx in zip(leaves, found))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_strides_change_no_bit(kind: str, form, results):
-    a = drawn(kind, Shape(2, 40, 1, 2, 16, 8), dtype=torch.float32)
-    strided = {
-        name: x.transpose(1, 2).contiguous().transpose(1, 2) if isinstance(x, torch.Tensor) else x
-        for name, x in a.items()
-    }
-    got, truth = results(form, strided), results(form, a)
-    assert all(torch.equal(got[name], x) for name, x in truth.items())
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import wyfold
 from wyfold import PathKeys, UnsupportedError, reference
@@ -27,6 +28,7 @@ GATES: dict[str, Callable[[Tensor], Tensor | None]] = {
     "-80": lambda x: torch.full_like(x, -80),
     "-inf": lambda x: torch.full_like(x, -torch.inf),
     "some -inf": lambda x: torch.where(x < 0.2, -torch.inf, -x),
+    "mixed": lambda x: x.new_tensor([0, -1e-3, -5, -80, -torch.inf])[(5 * x).int().clamp(max=4)],
 }
 
 
@@ -100,7 +102,7 @@ def test_blocks_beyond_blocks(gate: str, float64_bounds):
 @pytest.mark.parametrize("name", PACKINGS)
 def test_packed(name: str, float64_bounds):
     packing = PACKINGS[name]
-    a, cu = drawn(packing.tokens, 2, 4, gate="fast"), torch.tensor(packing.cu_seqlens)
+    a, cu = drawn(packing.tokens, 2, 4, gate="mixed"), torch.tensor(packing.cu_seqlens)
     for x in a.values():
         x[:, packing.cu_seqlens[-1] :] = torch.nan
     got, truth = (measured(f, a, keys=True, cu_seqlens=cu) for f in (op, reference.path_attention))
@@ -192,6 +194,36 @@ def test_strides_and_repeats(dtype: torch.dtype):
     for arguments in (a, strided):
         got = measured(op, arguments, keys=True)
         assert all(torch.equal(got[name], x) for name, x in truth.items())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool):
+    a = drawn(100, 2, 4, dtype=torch.float32)
+    truth = measured(op, a)
+    leaves = {name: x.detach().requires_grad_() for name, x in a.items()}
+    o = checkpoint(lambda *x: op(*x)[0], *leaves.values(), use_reentrant=reentrant)
+    o.backward(inputs.incoming(o.detach()))
+    assert torch.equal(o, truth["o"])
+    assert all(torch.equal(x.grad, truth[f"d{name}"]) for name, x in leaves.items())
+
+
+def test_autocast_casts_q_k_and_v_and_nothing_else():
+    a = drawn(100, 2, 4, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = measured(op, a, keys=True)
+    narrow = {name: x.bfloat16() if name in "qkv" else x for name, x in a.items()}
+    assert got["o"].dtype == torch.bfloat16
+    for name, x in measured(op, narrow, keys=True).items():
+        assert torch.equal(got[name], x.to(got[name].dtype)), name
+
+
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.release), True], ids=["dense", "packed"])
+def test_compiles_to_one_graph(packed: bool):
+    torch._dynamo.reset()
+    a = drawn(100, 2, 4, dtype=torch.float32)
+    options = {"cu_seqlens": torch.tensor([0, 33, 33, 34, 96])} if packed else {}
+    got, truth = (measured(f, a, **options) for f in (torch.compile(op, backend="aot_eager", fullgraph=True), op))
+    assert all(torch.equal(got[name], x) for name, x in truth.items())
 
 
 def test_a_gradient_has_its_arguments_dtype():

@@ -33,7 +33,7 @@ class Promise(NamedTuple):
 
 TTT = "ops/test_ttt_linear.py"
 GLA, PRODUCT, PATH = "ops/test_gla.py", "ops/test_delta_product.py", "ops/test_path_attention.py"
-LOW_RANK = "properties/test_low_rank.py"
+FAMILY = "properties/test_family.py"
 
 PROMISES = {
     1: Promise(
@@ -69,6 +69,8 @@ PROMISES = {
                 "test_the_gradient_of_a_strong_gate_is_relatively_accurate",
             ),
             "ops/test_dplr.py": ("test_every_gate", "test_the_gate_of_a_reset_has_a_gradient_of_exactly_zero"),
+            FAMILY: ("test_gates_packed_with_empty_and_short_sequences",),
+            PATH: ("test_every_length", "test_packed"),
         },
     ),
     7: Promise(
@@ -85,8 +87,7 @@ PROMISES = {
         {
             "properties/test_packed.py": ("test_alone_among_others_and_reordered", "test_enough_work_for_two_threads"),
             "properties/test_batch.py": ("test_rows", "test_dense_is_packed"),
-            **dict.fromkeys((GLA, PRODUCT), ("test_packed_is_separate_and_repeats",)),
-            LOW_RANK: ("test_packed_is_separate", "test_rows_and_heads_of_a_batch_and_repeats"),
+            FAMILY: ("test_packed_is_separate", "test_rows_and_heads_of_a_batch_and_repeats"),
             PATH: ("test_packed_equals_separate", "test_a_batch_is_its_rows"),
             TTT: ("test_packed_equals_separate_calls", "test_a_batch_row_equals_a_separate_call"),
         },
@@ -97,8 +98,7 @@ PROMISES = {
         {
             "properties/test_causal.py": ("test_nothing_after_t_reaches_t",),
             TTT: ("test_causality",),
-            **dict.fromkeys((GLA, PRODUCT), ("test_the_past_does_not_depend_on_the_future",)),
-            **dict.fromkeys((LOW_RANK, PATH), ("test_nothing_after_t_reaches_t",)),
+            **dict.fromkeys((FAMILY, PATH), ("test_nothing_after_t_reaches_t",)),
         },
     ),
     14: Promise(
@@ -107,8 +107,7 @@ PROMISES = {
         {
             "properties/test_split.py": ("test_every_cut", "test_gradients_cross_the_cut"),
             TTT: ("test_a_call_split_between_mini_batches_equals_one_call",),
-            **dict.fromkeys((GLA, PRODUCT), ("test_split_at_a_chunk_is_whole",)),
-            LOW_RANK: ("test_a_split_call",),
+            FAMILY: ("test_a_split_call",),
         },
     ),
     15: Promise(
@@ -117,8 +116,7 @@ PROMISES = {
         {
             "properties/test_strides.py": ("test_stride_kind", "test_expanded", "test_views_of_one_projection"),
             TTT: ("test_strides_change_no_bit", "test_an_expanded_argument_is_its_copy"),
-            **dict.fromkeys((GLA, PRODUCT), ("test_strides_change_no_bit",)),
-            LOW_RANK: ("test_strides",),
+            FAMILY: ("test_strides",),
             PATH: ("test_strides_and_repeats",),
         },
     ),
@@ -148,6 +146,7 @@ PROMISES = {
             TTT: ("test_every_length", "test_packed"),
             **dict.fromkeys((GLA, PRODUCT), ("test_every_length", "test_gates_packed_with_empty_and_short_sequences")),
             **dict.fromkeys(("ops/test_dplr.py", PATH), ("test_every_length", "test_packed")),
+            FAMILY: ("test_every_length", "test_gates_packed_with_empty_and_short_sequences"),
         },
     ),
     26: Promise(
