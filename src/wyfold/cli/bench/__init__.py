@@ -25,6 +25,7 @@ import argparse
 import json
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import astuple, replace
 from itertools import product
 from pathlib import Path
@@ -36,6 +37,7 @@ from wyfold.cli.bench import tables
 from wyfold.cli.bench.options import DECODED, add_arguments, chosen_peers, command_words, parse_lists, resolve_defaults
 from wyfold.cli.bench.peer import Peer
 from wyfold.cli.bench.peers import PEERS, dispatch_messages
+from wyfold.cli.bench.tuning import QUICK, quick_choice
 from wyfold.cli.catalog import CHUNKED, OPS, OURS
 
 if TYPE_CHECKING:
@@ -80,7 +82,8 @@ def run(args: argparse.Namespace) -> int:
         session.cases = sum(len(group) for group in cases)
     if world is not None:
         return _over_ranks(args, cases, peers, record, stem, world)
-    _run_all(args, cases, peers, record, stem, session)
+    with quick_choice() if args.budget and kind == "cuda" else nullcontext():
+        _run_all(args, cases, peers, record, stem, session)
     tables.report(record["rows"], record["ratios"])
     if args.out:
         results.say(f"wrote {args.out / stem}.json")
@@ -107,7 +110,7 @@ def _record(args: argparse.Namespace, cases: list[list[Case]], peers: list[Peer]
             else "not installed or not asked for"
             for name, peer in PEERS.items()
         },
-        "method": timing.METHOD_GPU if kind == "cuda" else timing.METHOD_CPU,
+        "method": timing.METHOD_CPU if kind == "cpu" else timing.METHOD_GPU + (QUICK if args.budget else ""),
         "memory": memory.METHOD_GPU if kind == "cuda" else "see each row",
         "rows": [],
         "ratios": [],

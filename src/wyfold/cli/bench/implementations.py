@@ -51,6 +51,7 @@ class BenchImplementation:
         call: Maps the case's arguments, extended by `prepare`, to the output.
         prepare: Makes further arguments without gradient, once, outside the timed region.
         backward: Whether it is differentiable.
+        tuned: As in `Adapter`.
     """
 
     name: str
@@ -58,6 +59,7 @@ class BenchImplementation:
     call: Callable[[Arguments], Tensor]
     prepare: Callable[[Arguments], Arguments] = lambda arguments: {}
     backward: bool = True
+    tuned: bool = False
 
     def __call__(self, arguments: Arguments) -> Tensor:
         return self.call(arguments | self.prepare(arguments))
@@ -106,7 +108,7 @@ def _peer(peer: Peer, adapter: Adapter) -> BenchImplementation:
 
         return BenchImplementation(peer.name, f"{name} (not loaded)", refuse)
     ran = loaded.ran + (f", {adapter.variant}" if adapter.variant else "")
-    return BenchImplementation(peer.name, ran, loaded.call, loaded.prepare, adapter.backward)
+    return BenchImplementation(peer.name, ran, loaded.call, loaded.prepare, adapter.backward, adapter.tuned)
 
 
 def make_call(

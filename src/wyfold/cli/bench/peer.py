@@ -37,11 +37,13 @@ class Adapter:
         load: Imports the function.
         variant: Name of this variant, if the library has several for the operator; else empty.
         backward: Whether it is differentiable.
+        tuned: Whether Triton chooses its launch sizes in the first calls, at any length among the same ones.
     """
 
     load: Callable[[], Loaded]
     variant: str = ""
     backward: bool = True
+    tuned: bool = False
 
 
 @dataclass(frozen=True)

@@ -100,20 +100,20 @@ def _fla_low_rank() -> dict[str, tuple[Adapter, ...]]:
     With "safe_gate" fla's DPLR assumes decays of at least -5 a token, and its RWKV-7 those of RWKV-7's layer, which
     allow it chunks of 64. Its token forms of DPLR have no backward, and neither has its chunk form of IPLR.
     """
-    general, bound = "ops.generalized_delta_rule", -math.exp(-0.5)
-    rwkv7 = {"scale": 1.0}
+    general, rwkv7 = "ops.generalized_delta_rule", {"scale": 1.0}
+    bounded = {**rwkv7, "safe_gate": True, "lower_bound": -math.exp(-0.5)}
     return {
         "chunk_dplr_delta_rule": (
-            Adapter(_fla(general, "chunk_dplr_delta_rule"), "generic"),
-            Adapter(_fla(general, "chunk_dplr_delta_rule", safe_gate=True), "safe_gate"),
+            Adapter(_fla(general, "chunk_dplr_delta_rule"), "generic", tuned=True),
+            Adapter(_fla(general, "chunk_dplr_delta_rule", safe_gate=True), "safe_gate", tuned=True),
         ),
         "chunk_rwkv7": (
-            Adapter(_fla("ops.rwkv7", "chunk_rwkv7", **rwkv7), "generic"),
-            Adapter(_fla("ops.rwkv7", "chunk_rwkv7", **rwkv7, safe_gate=True, lower_bound=bound), "safe_gate"),
+            Adapter(_fla("ops.rwkv7", "chunk_rwkv7", **rwkv7), "generic", tuned=True),
+            Adapter(_fla("ops.rwkv7", "chunk_rwkv7", **bounded), "safe_gate", tuned=True),
         ),
-        "chunk_iplr_delta_rule": (Adapter(_fla(general, "chunk_iplr_delta_rule"), backward=False),),
-        "chunk_gdn2": (Adapter(_fla("ops.gdn2", "chunk_gdn2")),),
-        "chunk_comba": (Adapter(_fla("ops.comba", "chunk_comba")),),
+        "chunk_iplr_delta_rule": (Adapter(_fla(general, "chunk_iplr_delta_rule"), backward=False, tuned=True),),
+        "chunk_gdn2": (Adapter(_fla("ops.gdn2", "chunk_gdn2"), tuned=True),),
+        "chunk_comba": (Adapter(_fla("ops.comba", "chunk_comba"), tuned=True),),
         "fused_recurrent_dplr_delta_rule": (Adapter(_fla(general, "fused_recurrent_dplr_delta_rule"), backward=False),),
         "fused_recurrent_rwkv7": (
             Adapter(_fla("ops.rwkv7", "fused_recurrent_rwkv7", **rwkv7, output_final_state=False), backward=False),
@@ -325,8 +325,10 @@ PEERS = {
                     Adapter(_fla("ops.kda", "chunk_kda"), "generic"),
                     Adapter(_fla("ops.kda", "chunk_kda", safe_gate=True), "safe_gate"),
                 ),
-                "chunk_gated_delta_product": (Adapter(_fla("ops.gated_delta_product", "chunk_gated_delta_product")),),
-                "chunk_gla": (Adapter(_fla("ops.gla", "chunk_gla")),),
+                "chunk_gated_delta_product": (
+                    Adapter(_fla("ops.gated_delta_product", "chunk_gated_delta_product"), tuned=True),
+                ),
+                "chunk_gla": (Adapter(_fla("ops.gla", "chunk_gla"), tuned=True),),
                 **_fla_low_rank(),
                 "chunk_ttt_linear": (
                     Adapter(_fla("ops.ttt", "chunk_ttt_linear"), "staged"),

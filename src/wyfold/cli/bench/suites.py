@@ -97,16 +97,17 @@ def _gates() -> Iterator[SuiteRow]:
 
 
 def _rules() -> Iterator[SuiteRow]:
-    """Every further rule at 96 heads of 128 (PaTH: 32), and RWKV-7 and GLA at the widths of their models."""
-    for op in ("gla", "gdp", "dplr", "gdn2", "comba"):
+    """Every further rule at 96 heads of 128 (PaTH: 32), then RWKV-7 and GLA at the widths of their models."""
+    for op in ("gla", "gdp", "dplr", "gdn2"):
         yield SuiteRow(op, _square(1, 8192, 96), norm="outside")
-    yield SuiteRow("iplr", _square(1, 8192, 96), gate=NO_GATE, norm="outside")
     yield SuiteRow("rwkv7", _square(1, 8192, 96), gate=RWKV7, norm="outside")
+    for gate in (NO_GATE, "mid"):
+        yield SuiteRow("path", _square(1, 8192, 32), gate=gate, norm="outside")
+    yield SuiteRow("comba", _square(1, 8192, 96), norm="outside")
     yield SuiteRow("rwkv7", _square(8, 4096, 32, K=64), gate=RWKV7, norm="outside")
     yield SuiteRow("gla", _square(4, 4096, 4, K=256, V=512), norm="outside")
-    for T in (8192, 32768):
-        yield SuiteRow("path", _square(1, T, 32), gate=NO_GATE, norm="outside")
-    yield SuiteRow("path", _square(1, 8192, 32), norm="outside")
+    yield SuiteRow("iplr", _square(1, 8192, 96), gate=NO_GATE, norm="outside")
+    yield SuiteRow("path", _square(1, 32768, 32), gate=NO_GATE, norm="outside")
 
 
 def _layers() -> Iterator[SuiteRow]:
