@@ -25,7 +25,23 @@ CHARTS = ROOT / "docs" / "charts"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- speed: begin, written by tools/speed.py -->", "<!-- speed: end -->"
 
-OPERATORS = {"delta_rule": "DeltaNet", "gdn": "GDN", "kda": "KDA", "ttt": "TTT-Linear"}
+OPERATORS = {
+    "delta_rule": "DeltaNet",
+    "gdn": "GDN",
+    "kda": "KDA",
+    "ttt": "TTT-Linear",
+    "gla": "GLA",
+    "gdp": "DeltaProduct",
+    "dplr": "DPLR",
+    "rwkv7": "RWKV-7",
+    "gdn2": "GDN-2",
+    "comba": "Comba",
+    "path": "PaTH",
+}
+GATES = ("mid", "none", "rwkv7", "model")
+"""Gates that are compared: medium ones, those of a rule without or with a layer's own, and projections."""
+FLASH_QLA = "tilelang_fused_chunk_gdr"
+"""First letters of a kernel of FlashQLA."""
 PEERS = {
     "fla.": "fla",
     "flash_qla.": "FlashQLA",
@@ -70,24 +86,25 @@ class Comparison:
 def comparisons() -> list[Comparison]:
     """The newest comparison of each operator, shape, direction and peer, with medium gates where it has gates.
 
-    Where a run has the norm of keys outside and inside, the comparison is outside, as every peer can have it.
+    Where a run has the norm of keys outside and inside, the comparison is outside, as every peer can have it. Where it
+    has gates given and inside, they are given.
     """
     found: dict[tuple[str, ...], Comparison] = {}
     for file in sorted(RESULTS.glob("*-bench-*-peers*.json"), key=lambda file: file.name.split("-", 1)[1]):
         record = json.loads(file.read_text(encoding="utf-8"))
         gpus = record["hardware"].get("gpus") or []
         groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-        for row in sorted(record["rows"], key=lambda row: row["norm"] == "inside"):
-            if row.get("milliseconds") and row["op"] in OPERATORS and row["gate"] in ("mid", "none") and gpus:
+        for row in sorted(record["rows"], key=lambda row: (row["gate"] == "model", row["norm"] == "inside")):
+            if row.get("milliseconds") and row["op"] in OPERATORS and row["gate"] in GATES and gpus:
                 key = (OPERATORS[row["op"]], _shape(row["shape"]), MODES[row["mode"]])
                 rows = groups.setdefault(key, [])
-                if not rows or rows[0]["norm"] == row["norm"]:
+                if not rows or (rows[0]["norm"], rows[0]["gate"]) == (row["norm"], row["gate"]):
                     rows.append(row)
         for key, rows in groups.items():
             ours = next(row for row in rows if row["contender"] == "wyfold" and "," not in row["ran"])
             for peer in dict.fromkeys(PEERS.values()):
                 theirs = [row for row in rows if _peer(row["ran"]) == peer]
-                if theirs and not (peer == "fla" and key[0] == "GDN" and _runs_flash_qla(record)):
+                if theirs and not (peer == "fla" and any(map(_runs_flash_qla, theirs))):
                     times = _times(ours, theirs)
                     found[*key, peer] = Comparison(*key, peer, *times, file.name, gpus[0]["name"])
     order = list(OPERATORS.values())
@@ -198,9 +215,9 @@ def _ratios(rows: list[Comparison], operator: str, peer: str, mode: str) -> list
     return [row.ratio for row in rows if (row.operator, row.peer, row.mode) == (operator, peer, mode)]
 
 
-def _runs_flash_qla(record: dict[str, Any]) -> bool:
-    """Whether fla ran FlashQLA's kernels for GDN, as it does where FlashQLA is installed."""
-    return "flash-qla" in record["peers"]["fla"]
+def _runs_flash_qla(row: dict[str, Any]) -> bool:
+    """Whether FlashQLA's kernels ran, as they do for GDN under fla's name where FlashQLA is installed."""
+    return any(kernel["name"].startswith(FLASH_QLA) for kernel in row["kernels"] or [])
 
 
 def _times(ours: dict[str, Any], theirs: list[dict[str, Any]]) -> tuple[float, float]:
