@@ -152,18 +152,24 @@ class Call:
         arguments = subject.arguments(Shape(1, T, 1, self.heads, self.K, self.V), getattr(torch, self.dtype), 0)
         if self.packed:
             arguments["cu_seqlens"] = torch.tensor([0, T])
-        arguments |= self.misalign(arguments)
-        if self.scalar:
-            arguments["g"] = arguments["g"][..., 0].contiguous()
-        if self.projected:
-            arguments["g"] = arguments["g"].to(arguments["q"].dtype)
-        if self.continued:
-            counts = torch.tensor([T])
-            arguments["past"] = wyfold.PathKeys(arguments["k"], arguments["v"], arguments.get("g"), counts)
+        arguments |= self.changed(arguments)
         for name, x in arguments.items():
             if subject.backward and isinstance(x, torch.Tensor) and x.is_floating_point():
                 x.requires_grad_(not self.wrt or name in self.wrt)
         return {**arguments, **dict(self.options), "backend": "triton"}
+
+    def changed(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """What `misaligned`, `scalar`, `projected` and `continued` change."""
+        found: dict[str, Any] = self.misalign(arguments)
+        if self.scalar:
+            found["g"] = arguments["g"][..., 0].contiguous()
+        if self.projected:
+            found["g"] = arguments["g"].to(arguments["q"].dtype)
+        if self.continued:
+            k = arguments["k"]
+            counts = torch.full(k.shape[:1], k.shape[1], device=k.device)
+            found["past"] = wyfold.PathKeys(k, arguments["v"], arguments.get("g"), counts)
+        return found
 
     def misalign(self, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
         """If `misaligned`, copies of the tokens, one element behind an address that is a multiple of 16."""

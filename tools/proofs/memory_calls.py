@@ -69,6 +69,34 @@ BESIDE = (
     *(Call(name, dtype, 40, 40) for name in ("l2norm", "rms_norm_gated") for dtype in ("float16", "float32")),
     *(Call("causal_conv1d", dtype, 40, 40, packed=dtype == "float16") for dtype in ("float16", "float32")),
     *(Call(name, "float32", 40, 40) for name in ("fused_gdn_gate", "fused_kda_gate", "fused_beta_sigmoid")),
+    *(
+        Call(subject, dtype, 24, 40, options=(("chunk_size", chunk),), packed=True, heads=3, scalar=scalar)
+        for subject, dtype, chunk, scalar in (
+            ("chunk_gla", "bfloat16", 16, False),
+            ("chunk_gla", "float32", 64, True),
+            ("chunk_gated_delta_product", "bfloat16", 32, False),
+        )
+    ),
+    *(
+        Call(f"chunk_{rule}", dtype, 24, 40, options=(("chunk_size", chunk),), packed=True, heads=heads)
+        for rule, dtype, chunk, heads in (
+            ("dplr_delta_rule", "float16", 32, 1),
+            ("iplr_delta_rule", "float32", 16, 1),
+            ("rwkv7", "bfloat16", 16, 1),
+            ("gdn2", "bfloat16", 32, 3),
+            ("comba", "float32", 32, 3),
+        )
+    ),
+    *(Call(subject, K=64, V=64, segments=5) for subject in ("chunk_dplr_delta_rule", "chunk_gdn2", "chunk_comba")),
+    *(Call(f"fused_recurrent_{rule}", K=40, V=24, packed=True) for rule in ("gla", "iplr_delta_rule", "comba")),
+    Call("fused_mul_recurrent_rwkv7", "float32", 40, 24),
+    *(Call(RULES[rule], options=(*GLUON, NORM), packed=True, heads=3) for rule in ("gdn", "kda")),
+    Call("chunk_gated_delta_rule, gate inside", options=(*GLUON, NORM), heads=4, segments=5),
+    Call("chunk_kda, gate inside", options=GLUON, heads=4, segments=5),
+    Call("chunk_gated_delta_rule", K=60, V=100),
+    Call("chunk_gated_delta_rule", K=96, V=192, options=GLUON),
+    Call("chunk_gated_delta_rule", V=256, options=GLUON),
+    *(Call("parallel_path_attn, forget gate", dtype, 40, 24, packed=True) for dtype in ("float16", "float32")),
 )
 
 RACED = (
@@ -121,14 +149,15 @@ def made(call: Call, device: torch.device, tokens: int) -> list[Tensor]:
         a |= {name: a[name].repeat(3, *[1] * (a[name].ndim - 1)) for name in a if name.startswith("initial_state")}
     a |= dict(call.options)
     a = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in a.items()}
-    a |= call.misalign(a)
+    a |= call.changed(a)
     for name, x in a.items():
         if subject.backward and isinstance(x, Tensor) and x.is_floating_point():
             x.requires_grad_(not call.wrt or name in call.wrt)
     with call.segmented():
         outputs = subject.ours(a | {"backend": "triton"})
-    if subject.backward:
-        torch.autograd.backward(outputs, [torch.zeros_like(x) for x in outputs])
+    differentiable = [x for x in outputs if x.requires_grad]
+    if differentiable:
+        torch.autograd.backward(differentiable, [torch.zeros_like(x) for x in differentiable])
     gradients = [x.grad for x in a.values() if isinstance(x, Tensor) and x.grad is not None]
     return [x.detach() for x in outputs] + gradients
 
@@ -146,6 +175,9 @@ def served(device: torch.device) -> dict[str, Callable[[], list[Tensor]]]:
         for stored in ("float32", "bfloat16"):
             for name in ("decode", "verify", "prefill", "prefill, states between"):
                 named[f"serving.{name} {rule} {stored}"] = partial(_served, name, rule, stored, device)
+    for rule in ("gla", "dplr", "gdn2"):
+        for name in ("decode", "verify", "prefill"):
+            named[f"serving.{name} {rule}"] = partial(_served_rule, name, rule, device)
     for rule in ("gated_delta_rule", "kda"):
         named[f"serving.decode_packed {rule}"] = partial(_decode_packed, rule, device)
     for name in ("conv1d_update", "conv1d_prefill"):
@@ -177,6 +209,18 @@ def _served(name: str, rule: str, stored: str, device: torch.device) -> list[Ten
         backend="triton", **more,
     )  # fmt: skip
     return [o, pool]
+
+
+def _served_rule(name: str, rule: str, device: torch.device) -> list[Tensor]:
+    """Serving of a rule beside the delta family, with its further tokens."""
+    T = {"decode": 1, "verify": 3, "prefill": TOKENS}[name]
+    drawn = {"gla": "gla", "dplr": "dplr_delta_rule", "gdn2": "gdn2"}[rule]
+    a = inputs.draw("random", drawn, Shape(3, T, 1, 2, 40, 24), gate="weak")
+    a = {{"gk": "g"}.get(n, n): x.to(device) for n, x in a.items()}
+    slots = torch.tensor([[7, 1, 3], [-1, -1, -1], [2, 9, 11]] if name == "verify" else [7, -1, 2]).to(device)
+    pool = torch.randn(12, 2, 40, 24).to(device)
+    given = {"pool": pool, "state_indices": slots, "rule": rule, "state_v_first": False, "backend": "triton"}
+    return [getattr(serving, name)(**a, beta=None, **given), pool]
 
 
 def _decode_packed(rule: str, device: torch.device) -> list[Tensor]:
