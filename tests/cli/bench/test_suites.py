@@ -79,6 +79,14 @@ def test_a_suite_is_one_result_which_its_command_repeats(tmp_path):
     assert ran(json.loads((again / file.name).read_text())) == ALL
 
 
+def test_named_operators_restrict_a_suite(tmp_path):
+    code = main(["bench", "kda", "--suite", "groups", "--rounds", "1", "--peers", "none", "--out", str(tmp_path)])
+    (file,) = tmp_path.glob("*-bench-groups-kda.json")
+    record = json.loads(file.read_text())
+    assert code == 0 and ran(record) == ALL[1:3]
+    assert record["command"].startswith("wyfold bench kda --suite groups ")
+
+
 def test_a_run_that_its_budget_ended_is_resumed(monkeypatch, tmp_path, capsys):
     seconds = iter([1.0, 6.0, 7.0])
     with monkeypatch.context() as patch:

@@ -100,7 +100,7 @@ def _record(args: argparse.Namespace, cases: list[list[Case]], peers: list[Peer]
 
     from wyfold.cli.bench import memory, timing
 
-    ops = [] if args.suite else list(dict.fromkeys(group[0].op for group in cases))
+    ops = args.of_suite if args.suite else list(dict.fromkeys(group[0].op for group in cases))
     record = {
         **results.provenance("bench", [*ops, *command_words(args)]),
         "threads": torch.get_num_threads(),
@@ -235,11 +235,18 @@ def _cases(args: argparse.Namespace) -> Iterator[list[Case]]:
 
 
 def _suite_cases(args: argparse.Namespace) -> Iterator[list[Case]]:
-    """Yield the groups of cases of a suite."""
+    """Yield the groups of cases of a suite, or of the operators that were named.
+
+    Raises:
+        UsageError: the suite has no row of an operator that was named.
+    """
     from wyfold.cli.bench.cases import Case
     from wyfold.cli.bench.suites import SUITES
 
-    for row, dtype in product(SUITES[args.suite], args.dtype):
+    rows = SUITES[args.suite]
+    if missing := [op for op in args.of_suite if not any(row.op == op for row in rows)]:
+        raise UsageError(f"--suite {args.suite} has no {', '.join(missing)}")
+    for row, dtype in product([row for row in rows if row.op in args.op], args.dtype):
         first = Case(
             row.op,
             row.shape,
@@ -262,6 +269,6 @@ def _stem(args: argparse.Namespace, record: dict[str, Any], cases: Sequence[Sequ
     kind = args.device.type
     machine = torch.cuda.get_device_name(args.device).split()[-1].lower() if kind == "cuda" else kind
     sizes = dict.fromkeys(group[0].name or f"T{group[0].shape.T}" for group in cases)
-    subject = [args.suite] if args.suite else [*args.op, *sizes]
+    subject = [args.suite, *args.of_suite] if args.suite else [*args.op, *sizes]
     words = [machine, record["date"][:10], "bench", *subject, args.label]
     return "-".join(word for word in words if word)

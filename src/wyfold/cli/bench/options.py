@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the operators, shapes, gates and norms of published models, in both directions, on a GPU from graphs as "
         "well: table (heads of 128 on a full GPU), groups (several value heads for each key head), widths (other than "
         "128), prompts (one prompt on few heads), gates (norm, gate and sigmoid given and inside), rules (GLA, "
-        "DeltaProduct, DPLR, RWKV-7, GDN-2, Comba, IPLR, PaTH attention), layers",
+        "DeltaProduct, DPLR, RWKV-7, GDN-2, Comba, IPLR, PaTH attention), layers. OP restricts it to these operators",
     )
     parser.add_argument(
         "--shapes",
@@ -166,7 +166,8 @@ def parse_lists(args: argparse.Namespace) -> None:
     args.mode = _names("mode", args.mode or DIRECTIONS, MODES)
     args.also = _names("also", args.also, VARIANTS)
     args.chunk = [int(size) for size in _names("chunk", args.chunk, [str(size) for size in CHUNK_SIZES])]
-    args.op = _names("OP", ",".join(args.op) or ",".join(COMMON), OPS)
+    args.of_suite = _names("OP", ",".join(args.op), OPS) if args.suite else []
+    args.op = _names("OP", ",".join(args.op) or ",".join(OPS if args.suite else COMMON), OPS)
     inside = [gate for gate in args.gates if gate in (MODEL, BOUNDED)]
     if inside and any(op.startswith("decode_") for op in args.op):
         raise UsageError(f"--gates {inside[0]}: decoding is timed with decays that are given; leave out decode_*")
@@ -180,7 +181,6 @@ def _check_suite(args: argparse.Namespace) -> None:
         UsageError: one of them was given.
     """
     decided = {
-        "OP": args.op,
         "--shapes": args.shapes,
         "--gates": args.gates,
         "--norm": args.norm,
