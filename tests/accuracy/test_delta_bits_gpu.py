@@ -86,7 +86,7 @@ def test_kept_is_recomputed(call, run):
     same(run(a, fed, disable_recompute=True), run(a, fed))
 
 
-@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("group", [1, 2, 12])
 @pytest.mark.parametrize("norm", [False, True], ids=["norm outside", "norm inside"])
 def test_packed_is_separate(norm: bool, group: int, call, run, card):
     """Position and neighbours change no bit, nor do the rows past the last boundary."""

@@ -169,10 +169,12 @@ def test_widths(rule: str, K: int, V: int, judged):
         require(*judged(rule, drawn(family, rule, Shape(4, 150, 1, 2, K, V)), row))
 
 
-@pytest.mark.parametrize("group", [2, 3, 4])
+@pytest.mark.parametrize("group", [2, 3, 4, 12])
 @pytest.mark.parametrize("rule", RULES)
 def test_groups_of_value_heads(rule: str, group: int, judged):
-    """Two key heads of 128 channels, with as many value heads each as real models have."""
+    """Two key heads of 128 channels, with as many value heads each as real models have, and more than 8, which the
+    kernels add in a loop.
+    """
     for family in ("random", "identical"):
         require(*judged(rule, drawn(family, rule, Shape(2, 200, 2, 2 * group, 128, 128)), None))
 

@@ -55,10 +55,9 @@ def padded(a: dict[str, Any], K: int, V: int, v_first: bool) -> dict[str, Any]:
     """The arguments with zeros after their K channels of keys and V channels of values, up to a multiple of 8."""
     keys, values = -K % 8, -V % 8
     state = (0, keys, 0, values) if v_first else (0, values, 0, keys)
-    own = {"q": (0, keys), "k": (0, keys), "v": (0, values), "initial_state": state}
-    if a["g"].ndim == 4:
-        own["g"] = (0, keys)
-    return a | {name: pad(a[name], by) for name, by in own.items()}
+    own = {"initial_state": state} | dict.fromkeys(("q", "k", "a", "b", "p", "gk"), (0, keys))
+    own |= dict.fromkeys(("v", "w"), (0, values)) | ({"g": (0, keys)} if "g" in a and a["g"].ndim == 4 else {})
+    return a | {name: pad(a[name], by) for name, by in own.items() if name in a}
 
 
 @pytest.mark.parametrize(
@@ -68,6 +67,15 @@ def padded(a: dict[str, Any], K: int, V: int, v_first: bool) -> dict[str, Any]:
         ("gated_delta_rule", 100, 20, True),
         ("kda", 60, 60, True),
         pytest.param("kda", 100, 20, False, marks=pytest.mark.release_if_interpreted),
+        *(
+            pytest.param(rule, K, V, v_first, marks=pytest.mark.release_if_interpreted)
+            for rule, K, V, v_first in (
+                ("gla", 60, 100, False),
+                ("dplr_delta_rule", 60, 100, True),
+                ("gdn2", 100, 60, False),
+                ("comba", 60, 20, True),
+            )
+        ),
     ],
 )
 def test_padding_inside_has_the_bits_of_padding_by_hand(rule: str, K: int, V: int, v_first: bool, device, backend: str):
