@@ -107,7 +107,9 @@ def test_token_by_token(name: str, dtype: torch.dtype, device, guarded, results)
 )
 def test_packed_in_every_chunk_size(name: str, C: int, device, guarded, results):
     """With grouped heads, an empty sequence and one token, and tokens past the last boundary."""
-    a = drawn(name, Shape(1, 71, 1, 2, 8, 16), sequences=4)
+    # Gradients of two columns in float32 and chunks of 64 exceed every GPU's shared memory, and are refused.
+    dtype = BF16 if C == 64 and device.type == "cuda" else FP32
+    a = drawn(name, Shape(1, 71, 1, 2, 8, 16), sequences=4, dtype=dtype)
     for part in PER_TOKEN:
         if part in a:
             a[part][:, PACKED[-1] :] = torch.nan
