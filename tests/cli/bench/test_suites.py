@@ -15,6 +15,7 @@ from wyfold.cli import catalog, main
 from wyfold.cli.bench import memory, precompile, runner, suites
 from wyfold.cli.bench.cases import Case
 from wyfold.cli.bench.implementations import AccuracyCheck, implementations_of, make_call, plan
+from wyfold.cli.bench.peer import Adapter, Loaded, Peer
 from wyfold.cli.bench.peers import PEERS
 from wyfold.cli.bench.suites import SuiteRow
 from wyfold.reference.shapes import Shape
@@ -181,13 +182,18 @@ def test_kernels_compile_before_anything_is_timed(monkeypatch, tmp_path):
     assert "--compile" not in record["command"]
 
 
-def test_what_was_not_compiled_in_time_is_not_run(monkeypatch, tmp_path):
+def test_a_peer_that_was_not_compiled_in_time_is_not_run(monkeypatch, tmp_path):
+    """Wyfold is: a result without a time of Wyfold is worth nothing."""
+    adapter = Adapter(lambda: Loaded("library.gdn", lambda arguments: pytest.fail("runs")))
+    library = Peer("library", "json", "", {"chunk_gated_delta_rule": (adapter,)}, device="cpu")
+    monkeypatch.setitem(PEERS, "library", library)
     child = Child(monkeypatch, seconds=1e6)
-    code, record = bench(tmp_path, "--compile", "2", "--budget", "1000")
-    assert len(child.calls) == 3
-    assert [row["refused"] for row in record["rows"]] == ["not compiled within half of --budget"] * len(ALL)
-    assert not any(row["milliseconds"] for row in record["rows"])
-    assert code == 1, "a suite without a time of Wyfold is not done"
+    code, record = bench(tmp_path, "--compile", "2", "--budget", "1000", "--peers", "library")
+    assert len(child.calls) == 4
+    ours = [row for row in record["rows"] if row["contender"] == "wyfold"]
+    (theirs,) = (row for row in record["rows"] if row["contender"] == "library")
+    assert code == 0 and len(ours) == len(ALL) and all(row["milliseconds"] for row in ours)
+    assert theirs["refused"] == "not compiled within half of --budget" and not theirs["milliseconds"]
 
 
 def test_a_failing_compilation_leaves_its_error_to_the_row(monkeypatch, capsys, tmp_path):

@@ -183,7 +183,8 @@ def _compile(
     deadline = session.began + args.budget / 2 if args.budget else None
     every = [case for group in cases for case in group]
     for job in compile_all(every, peers, args.also, args.compile, deadline):
-        session.uncompiled |= {(case, job.ran) for case in job.cases}
+        if job.contender != OURS:  # a run has times of Wyfold, whatever a peer's compilation took
+            session.uncompiled |= {(case, job.ran) for case in job.cases}
 
 
 def _write_record(folder: Path | None, stem: str, record: dict[str, Any], session: BenchSession) -> None:
