@@ -219,12 +219,14 @@ def test_maps_are_left_when_they_are_zeros(B: int, placed, monkeypatch):
     assert torch.equal((M.view(torch.int32) == -(2**31)).flatten(2).all(-1), gone)
 
 
-def test_the_horizon_changes_no_bit_of_summaries(placed, monkeypatch):
+@pytest.mark.parametrize("rule", ["gated_delta_rule", "kda", "gla"])
+def test_the_horizon_changes_no_bit_of_summaries(rule: str, placed, monkeypatch):
     """What is behind the exact horizon changes no bit: Gluon's H, M and c from there on and of all chunks."""
     from wyfold.kernels.segment_summary import gluon
 
-    a = placed(inputs.draw("random", "gated_delta_rule", Shape(1, 64 * 80, 4, 4, 128, 128), dtype=torch.bfloat16))
-    a["g"] = torch.nn.functional.logsigmoid(torch.randn_like(a["g"])) * torch.tensor([1, 2, 0.1, 1e-3]).to(a["g"])
+    a = placed(inputs.draw("random", rule, Shape(1, 64 * 80, 4, 4, 128, 128), dtype=torch.bfloat16))
+    g = torch.nn.functional.logsigmoid(torch.randn(1, 64 * 80, 4, *a["g"].shape[3:], device=a["g"].device))
+    a["g"] = (g * torch.tensor([1, 2, 0.1, 1e-3]).to(g).view(4, *[1] * (g.ndim - 3))).to(a["g"])
     found: list[tuple[str, bool]] = []
 
     def watched(name: str, results: int) -> None:
@@ -242,9 +244,10 @@ def test_the_horizon_changes_no_bit_of_summaries(placed, monkeypatch):
     watched("segment_summary", 2)
     watched("segment_summary_bwd", 1)
     replay_cache.forget()
+    norm = {} if rule == "gla" else {"use_qk_l2norm_in_kernel": True}
     with segment_rule.forced(5):
         a["v"].requires_grad_()
-        o, _ = wyfold.chunk_gated_delta_rule(**a, use_qk_l2norm_in_kernel=True)
+        o, _ = getattr(wyfold, f"chunk_{rule}")(**a, **norm)
         o.backward(torch.randn_like(o))
     replay_cache.forget()
     if not found:

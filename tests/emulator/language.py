@@ -257,6 +257,9 @@ class Language:
     def exp2(self, x: Value) -> Value:
         return Value(torch.exp2(x.t), x.layout)
 
+    def sqrt(self, x: Value) -> Value:
+        return Value(x.t.sqrt(), x.layout)
+
     def rsqrt(self, x: Value) -> Value:
         return Value(x.t.rsqrt(), x.layout)
 

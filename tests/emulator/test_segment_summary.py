@@ -1,5 +1,6 @@
 """`segment_summary` and `segment_summary_bwd` in Gluon, on the emulator, against their formulas in PyTorch."""
 
+import math
 from itertools import accumulate
 from typing import Any
 
@@ -132,19 +133,59 @@ def test_only_chunks_in_reach_are_loaded(form, config):
     assert loads[2] == loads[0], "strengths above 2 may expand a state"
 
 
+@pytest.mark.parametrize("form, config", [*zip(FORMS[2:4], CONFIGS, strict=True)], ids=str)
+def test_only_chunks_in_reach_of_channels_are_loaded(form, config):
+    """Transitions of 2^-100; and with larger decays of one channel, keys or write strengths, which keep a state."""
+    loads = {}
+    for case in ("whole", "lost", "channel", "keys", "beta"):
+        machine = Machine("late", "last")
+        for check in (summarised, graded):
+            call, segments = packed(form, [17 * C + 5, 12 * C], HV=1)
+            prepared = call.prepared
+            prepared.total[:] = 2.0**-100
+            if case == "channel":
+                prepared.total[:, 77] = 2.0**-5
+            prepared.k[:] *= 2.0 ** (-5 if case == "keys" else -70)
+            prepared.E[:] *= 2.0 ** (-5 if case == "keys" else -70)
+            if case == "beta":
+                prepared.rows[:, 3, 9] *= 2.0**120
+            check(machine, config, call, segments, horizon=case != "whole")
+        loads[case] = machine.loads
+    assert loads["lost"] < 0.7 * loads["whole"]
+    assert loads["channel"] == loads["whole"]
+    kept = [loads[case] == loads["whole"] for case in ("keys", "beta")]
+    assert kept == [form in FORMS[:3]] * 2, "keys that erase nothing move nothing either"
+
+
+@pytest.mark.parametrize("value", [2.0**127, torch.nan], ids=["largest", "NaN"])
+@pytest.mark.parametrize("power, arrives", [(91, True), (95, False)], ids=["inside", "outside"])
+@pytest.mark.parametrize("form, config", [*zip(FORMS[2:4], CONFIGS, strict=True)], ids=str)
+def test_summaries_of_channels_begin_at_the_exact_horizon(form, config, power: int, arrives: bool, value: float):
+    """The only information is three chunks of 2^-power away from the border: v before it, do behind it.
+
+    What is outside of the horizon has no effect, and would have none; what is inside arrives.
+    """
+    call, segments = packed(form, [18 * C], HV=1, given=False)
+    prepared = call.prepared
+    for x in (prepared.k, prepared.q, prepared.E, call.v, call.do):
+        x.zero_()
+    prepared.total[:], prepared.rows[:, 3] = 2.0**-power, 1.0
+    before, behind = 8, 9  # of the second segment of chunks 6 to 11
+    prepared.E[before, 0, 5], prepared.q[behind, 0, 5] = 1.0, 1.0
+    call.v[0, before * C, 0, 7], call.do[0, behind * C, 0, 7] = value, value
+    H, _ = summary(Machine(), config, call, segments, horizon=True)
+    c = summary_bwd(Machine(), config, call, segments, horizon=True)
+    for x in (H[1, 0, 5, 7], c[0, 0, 5, 7]):
+        assert (x.isnan() if math.isnan(value) else x != 0) == arrives
+
+
 def summarised(
     machine: Machine, config: tuple[dict[str, int], int], call: Call, segments: Segments, *, horizon: bool = False
 ) -> None:
     """Run `segment_summary`, and check its output."""
-    shape = segments.borders, call.v.shape[2]
-    H, M = (torch.full((*shape, width, call.q.shape[3]), UNWRITTEN).mT for width in (call.v.shape[3], call.q.shape[3]))
-    want = H.clone(), M.clone()
+    H, M = summary(machine, config, call, segments, horizon=horizon)
+    want = torch.full_like(H, UNWRITTEN), torch.full_like(M, UNWRITTEN)
     maps(call, segments, *want)
-    call.spoil()
-    with machine.installed(forward.launch, Config(4, config[1], config[0])):
-        how = options(erases=call.erases)
-        given = call.k, call.v, call.prepared, call.S0, segments, how, LaunchKey()
-        forward.segment_summary(*given, H, M, horizon=horizon)
     require_close(machine, H=written(H, want[0]), M=written(M, want[1]))
 
 
@@ -152,13 +193,34 @@ def graded(
     machine: Machine, config: tuple[dict[str, int], int], call: Call, segments: Segments, *, horizon: bool = False
 ) -> None:
     """Run `segment_summary_bwd`, and check its output."""
-    c = torch.full((segments.borders, call.v.shape[2], call.v.shape[3], call.q.shape[3]), UNWRITTEN).mT
-    want = c.clone()
+    c = summary_bwd(machine, config, call, segments, horizon=horizon)
+    want = torch.full_like(c, UNWRITTEN)
     gradients(call, segments, want)
+    require_close(machine, c=written(c, want))
+
+
+def summary(
+    machine: Machine, config: tuple[dict[str, int], int], call: Call, segments: Segments, *, horizon: bool
+) -> tuple[Tensor, Tensor]:
+    """H and M of `segment_summary`."""
+    shape = segments.borders, call.v.shape[2]
+    H, M = (torch.full((*shape, width, call.q.shape[3]), UNWRITTEN).mT for width in (call.v.shape[3], call.q.shape[3]))
+    call.spoil()
+    with machine.installed(forward.launch, Config(4, config[1], config[0])):
+        how = options(erases=call.erases)
+        given = call.k, call.v, call.prepared, call.S0, segments, how, LaunchKey()
+        forward.segment_summary(*given, H, M, horizon=horizon)
+    return H, M
+
+
+def summary_bwd(
+    machine: Machine, config: tuple[dict[str, int], int], call: Call, segments: Segments, *, horizon: bool
+) -> Tensor:
+    """The gradients c of `segment_summary_bwd`."""
+    c = torch.full((segments.borders, call.v.shape[2], call.v.shape[3], call.q.shape[3]), UNWRITTEN).mT
     call.spoil()
     with machine.installed(backward.launch, Config(4, config[1], config[0])):
-        backward.segment_summary_bwd(
-            call.q, call.k, call.prepared, call.do, call.dST, segments, options(scale=SCALE), LaunchKey(), c,
-            horizon=horizon,
-        )  # fmt: skip
-    require_close(machine, c=written(c, want))
+        how = options(scale=SCALE, erases=call.erases)
+        given = call.q, call.k, call.prepared, call.do, call.dST, segments, how, LaunchKey()
+        backward.segment_summary_bwd(*given, c, horizon=horizon)
+    return c

@@ -22,6 +22,7 @@ from wyfold.reference.error import require
 from wyfold.reference.shapes import Shape
 from wyfold.runtime import segment_rule
 from wyfold.runtime.kernel_configs import Config
+from wyfold.tile.decay.horizon.eager import has_horizon
 
 RULES = ("delta_rule", "gated_delta_rule", "kda")
 PER_TOKEN = ("q", "k", "v", "g", "beta")
@@ -116,26 +117,35 @@ def test_maps_of_fast_decays_are_zeros(rule: str, lost: str, device, results, mo
     assert found["dk"].isfinite().all() == (not lost)
 
 
-ALWAYS = lambda call, key: key.gate == "scalar" and call.options.qk_l2norm
+ALWAYS = lambda call, key: has_horizon(key.gate, normalized=call.options.qk_l2norm)
 
 
-def test_behind_the_horizon_sequences_have_the_bits_of_whole_ones(device, results, monkeypatch):
+@pytest.mark.parametrize("rule", ["gated_delta_rule", "kda"])
+def test_behind_the_horizon_sequences_have_the_bits_of_whole_ones(rule: str, device, results, monkeypatch):
     """Segments of four chunks, of which three are summarised."""
     monkeypatch.setattr(KernelCall, "begins_at_horizon", ALWAYS)
-    a = call("gated_delta_rule", Shape(1, 128, 1, 2, 16, 16), device, gate="-20")
+    a = call(rule, Shape(1, 128, 1, 2, 16, 16), device, gate="-20")
     fed = {"o": inputs.incoming(a["v"], 1), "state": inputs.incoming(a["initial_state"], 2)}
-    whole = results(wyfold.chunk_gdn, a, None, fed)
+    op = getattr(wyfold, f"chunk_{rule}")
+    whole = results(op, a, None, fed)
     with segment_rule.forced(2):
-        found = results(wyfold.chunk_gdn, a, None, fed)
+        found = results(op, a, None, fed)
     assert all(torch.equal(found[name], x) for name, x in whole.items())
 
 
 @pytest.mark.parametrize(
     "rule, norm, configured",
-    [("gated_delta_rule", True, 1), ("gated_delta_rule", True, 0), ("gated_delta_rule", False, 1), ("kda", True, 1)],
+    [
+        ("gated_delta_rule", True, 1),
+        ("gated_delta_rule", True, 0),
+        ("gated_delta_rule", False, 1),
+        ("kda", False, 1),
+        ("kda", False, 0),
+        ("delta_rule", True, 1),
+    ],
 )
 def test_what_the_horizon_needs(rule: str, norm: bool, configured: int, device, monkeypatch):
-    """A configuration, keys of norm 1, and a scalar gate.
+    """A configuration, and a gate per channel, or a scalar one and keys of norm 1.
 
     On a card every summary is asked for twice, once to collect the kernels that are compiled in parallel.
     """
@@ -145,7 +155,8 @@ def test_what_the_horizon_needs(rule: str, norm: bool, configured: int, device, 
     a = call(rule, Shape(1, 4 * C, 1, 1, 16, 16), device) | {"use_qk_l2norm_in_kernel": norm}
     with segment_rule.forced(2), torch.no_grad():
         getattr(wyfold, f"chunk_{rule}")(**a)
-    assert set(found) == {rule == "gated_delta_rule" and norm and configured == 1}
+    bounded = {"kda": True, "gated_delta_rule": norm, "delta_rule": False}[rule]
+    assert set(found) == {bounded and configured == 1}
 
 
 EDGE = {"inside": 91.8, "outside": 95.2}
@@ -153,12 +164,24 @@ EDGE = {"inside": 91.8, "outside": 95.2}
 
 
 @pytest.mark.parametrize("on", ["eager", "triton"])
-@pytest.mark.parametrize("case", ["inside", "outside", "outside, but a beta above 2"])
+@pytest.mark.parametrize(
+    "rule, case",
+    [
+        ("gdn", "inside"),
+        ("gdn", "outside"),
+        ("gdn", "outside, but a beta above 2"),
+        ("kda", "inside"),
+        ("kda", "outside"),
+        ("kda", "outside, but another channel keeps its state"),
+        ("gla", "inside"),
+        ("gla", "outside"),
+    ],
+)
 @pytest.mark.parametrize(
     "value",
     [pytest.param(2.0**127, id="largest"), pytest.param(torch.nan, id="NaN", marks=pytest.mark.release_if_interpreted)],
 )
-def test_summaries_begin_at_the_exact_horizon(value: float, case: str, on: str, device, monkeypatch):
+def test_summaries_begin_at_the_exact_horizon(value: float, rule: str, case: str, on: str, device, monkeypatch):
     """The only information of a segment is three chunks from its border: v of the first segment, do of the second.
 
     What is outside of the horizon has no effect, and would have none; what is inside arrives.
@@ -186,12 +209,18 @@ def test_summaries_begin_at_the_exact_horizon(value: float, case: str, on: str, 
     k[:, first], v[:, first, :, 2], do[:, last, :, 3] = q[:, 0], value, value
     g = torch.full((1, chunks * C, 1), -EDGE[case.split(",")[0]] / C * math.log(2), device=device)
     beta = torch.ones_like(g)
-    if case not in EDGE:
+    if case not in EDGE and rule == "gdn":
         beta[:, [4 * C, 7 * C]] = 2.5
     g[:, last] = 0
-    options = {"scale": 1.0, "use_qk_l2norm_in_kernel": True, "chunk_size": C, "backend": on}
+    options = {"scale": 1.0, "chunk_size": C, "backend": on}
+    if rule == "gdn":
+        options["use_qk_l2norm_in_kernel"] = True
+    written = () if rule == "gla" else (beta,)
+    gates = g if rule == "gdn" else g[..., None].repeat(1, 1, 1, K)
+    if case not in EDGE and rule == "kda":
+        gates[..., 4] = 0
     with segment_rule.forced(2):
-        o, _ = wyfold.chunk_gdn(q, k, v.requires_grad_(), g, beta, **options)
+        o, _ = getattr(wyfold, f"chunk_{rule}")(q, k, v.requires_grad_(), gates, *written, **options)
         o.backward(do)
     # The eager launch returns the summaries of all segments, the kernels write those at the border.
     H, c = found["segment_summary"][0, 0, 0, 2], found["segment_summary_bwd"][-1, 0, 0, 3]

@@ -126,7 +126,8 @@ class KernelCall:
     def begins_at_horizon(self, key: LaunchKey) -> bool:
         """Whether summaries begin at the exact horizon (`tile/decay/horizon`).
 
-        The gate is scalar, keys have at most the norm 1, and HORIZON is set in the kernel's configuration.
+        The gate is scalar, and keys have at most the norm 1, or it is per channel. HORIZON is set in the kernel's
+        configuration.
         """
         device = self.t.q.device
         backend = table.selected_backend("segment_summary", self.options.backend, key, device)

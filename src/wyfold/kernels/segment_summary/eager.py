@@ -30,7 +30,7 @@ def segment_summary(inputs: Inputs, factors: ChunkFactors, S0: Tensor, table: Ch
     HV, K = S0.shape[1:3]
     k, decay = from_start(inputs.erasing, factors.G), across(factors.G)
     v = torch.nn.functional.pad(inputs.v, (0, K))
-    lost = lost_states(factors.G, inputs.erasing, inputs.beta, table, reverse=False)
+    lost = lost_states(factors.G, inputs.erasing, factors.E, inputs.beta, table, reverse=False)
     S = ranked(S0, table)
     for first, count in zip(table.starts, table.columns, strict=True):
         c = slice(first * HV, (first + count) * HV)
@@ -55,7 +55,7 @@ def segment_summary_bwd(inputs: Inputs, factors: ChunkFactors, do: Tensor, dST: 
     HV = dST.shape[1]
     q, k, decay = from_start(inputs.q, factors.G), from_start(inputs.erasing, factors.G), across(factors.G)
     X = torch.bmm(factors.F.transpose(1, 2), do)
-    lost = lost_states(factors.G, inputs.erasing, inputs.beta, table, reverse=True)
+    lost = lost_states(factors.G, inputs.erasing, factors.E, inputs.beta, table, reverse=True)
     dS = ranked(dST, table)
     for first, count in reversed(list(zip(table.starts, table.columns, strict=True))):
         c = slice(first * HV, (first + count) * HV)

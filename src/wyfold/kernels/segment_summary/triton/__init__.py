@@ -20,7 +20,7 @@ from torch import Tensor
 
 from wyfold.kernels.records import Prepared
 from wyfold.kernels.scan.triton.arguments import Sizes
-from wyfold.kernels.segment_summary.triton.arguments import Gradients, Maps, ReverseTokens, SegmentIndex, Tokens
+from wyfold.kernels.segment_summary.triton.arguments import Bounds, Gradients, Maps, ReverseTokens, SegmentIndex, Tokens
 from wyfold.kernels.segment_summary.triton.backward import wyfold_segment_summary_bwd_triton
 from wyfold.kernels.segment_summary.triton.forward import wyfold_segment_summary_triton
 from wyfold.runtime.chunk_layout import Segments
@@ -64,7 +64,7 @@ def segment_summary(
         H: [borders, HV, K, V] float32 view, written.
         M: [borders, HV, K, K] float32 view, written; zeros for a segment that begins a sequence. Only a row of zeros
             holds negative zeros.
-        horizon: Begin at the horizon. The gate is scalar, and `prepare` normalised the keys.
+        horizon: Begin at the horizon. The gate is per channel, or it is scalar and `prepare` normalised the keys.
     """
     (HK, K), (HV, V), grid = k.shape[2:], v.shape[2:], segments.grid
     config = tuned("segment_summary.triton", key, k.device)
@@ -81,7 +81,7 @@ def segment_summary(
         x_rows=x_rows,
         x_total=x_total,
         x_E=x_E,
-        p_rows=prepared.rows if horizon else None,
+        bounds=Bounds.of(prepared, horizon=horizon),
         tokens=Tokens(s_k=None if channel else k.stride(), s_v=v.stride(), W=W),
         maps=with_strides(Maps, S0=initial_state, H=H, M=M),
         segments=SegmentIndex(sequence=segments.sequence, first=segments.first, leading=segments.leading),
@@ -162,7 +162,7 @@ def segment_summary_bwd(
         x_rows=x_rows,
         x_total=x_total,
         x_E=x_E,
-        p_rows=prepared.rows if horizon else None,
+        bounds=Bounds.of(prepared, horizon=horizon),
         tokens=ReverseTokens(
             s_q=None if channel else q.stride(), s_k=None if channel else k.stride(), s_do=do.stride(), F=F, W=W
         ),

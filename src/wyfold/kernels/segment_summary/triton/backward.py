@@ -35,7 +35,7 @@ def wyfold_segment_summary_bwd_triton(
     x_rows,
     x_total,
     x_E,
-    p_rows,
+    bounds,
     tokens,
     gradients,
     segments,
@@ -72,9 +72,9 @@ def wyfold_segment_summary_bwd_triton(
         steps = tl.cdiv(length, BT).to(tl.int32)
     inputs = ReverseInputs(x_q, x_k, x_do, x_rows, x_total, x_E)
     if (i_n < N) & (begins == 0):
-        if p_rows is not None:
+        if bounds.rows is not None:
             count = tl.cdiv(length, BT).to(tl.int32)
-            reach = chunks_in_reach(x_total, p_rows, i_tile, HV, count, BT)
+            reach = chunks_in_reach(bounds, i_tile, HV, count, CHANNEL, BT, K, BK)
             ends = ends & (reach == count)
             length = tl.where(reach < count, reach * BT, length)
             steps = tl.minimum(reach, steps)

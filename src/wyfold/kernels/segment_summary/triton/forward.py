@@ -32,7 +32,7 @@ def wyfold_segment_summary_triton(
     x_rows,
     x_total,
     x_E,
-    p_rows,
+    bounds,
     tokens,
     maps,
     segments,
@@ -67,8 +67,8 @@ def wyfold_segment_summary_triton(
     inputs = Inputs(x_k, x_v, x_rows, x_total, x_E)
     if (i_n < N) & (ends == 0):
         holds_S0, without_M = begins, begins
-        if p_rows is not None:
-            reach = chunks_in_reach(x_total, p_rows, i_tile + (steps - 1) * HV, -HV, steps, BT)
+        if bounds.rows is not None:
+            reach = chunks_in_reach(bounds, i_tile + (steps - 1) * HV, -HV, steps, CHANNEL, BT, K, BK)
             holds_S0, without_M = begins & (reach == steps), begins | (reach < steps)
             i_tile += (steps - reach) * HV
             t += (steps - reach) * BT

@@ -52,7 +52,7 @@ def wyfold_segment_summary_bwd_gluon(
     x_total,
     x_F,
     x_write,
-    p_rows,
+    bounds,
     heads,
     gradients,
     segments,
@@ -72,8 +72,8 @@ def wyfold_segment_summary_bwd_gluon(
     needed = ((i_n < N) & (begins == 0)).to(gl.int32)
     span = computed(span_of(i_s, i_hv, i_v, packing, T, 0, SIZES), needed)
     count, tail_rows = span.steps + (span.tail_rows > 0).to(gl.int32), span.tail_rows
-    if p_rows is not None:
-        reach = chunks_in_reach(x_total, p_rows, span.tile, HV, count, SIZES.BT)
+    if bounds.rows is not None:
+        reach = chunks_in_reach(bounds, span.tile, HV, count, SIZES)
         # Nothing of the final state's gradient or of the chunks behind the reach is left at the border.
         ends = ends & (reach == count)
         tail_rows = gl.where(reach < count, 0, tail_rows)

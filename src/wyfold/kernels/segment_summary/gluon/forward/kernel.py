@@ -44,7 +44,7 @@ class Coords(NamedTuple):
 
 @gluon.jit(do_not_specialize=["N", "T"])
 def wyfold_segment_summary_gluon(
-    x_k, x_v, x_rows, x_total, x_write, p_rows, heads, maps, segments, packing, N, T, SIZES: gl.constexpr
+    x_k, x_v, x_rows, x_total, x_write, bounds, heads, maps, segments, packing, N, T, SIZES: gl.constexpr
 ):
     """One program owns BV value rows of H or M; the tiles of a head are neighbours, so that they share k in L2.
 
@@ -65,9 +65,9 @@ def wyfold_segment_summary_gluon(
     needed = ((i_n < N) & (ends == 0)).to(gl.int32)
     # The first segment needs no M: its entering state is known.
     span = computed(span_of(i_s, i_hv, i_v, packing, T, 0, SIZES), needed * gl.where(begins, of_H, 1))
-    if p_rows is not None:
+    if bounds.rows is not None:
         last = span.tile + (span.steps - 1) * HV
-        reach = chunks_in_reach(x_total, p_rows, last, -HV, span.steps, SIZES.BT)
+        reach = chunks_in_reach(bounds, last, -HV, span.steps, SIZES)
         # What enters the segment is lost: H begins as if its sequence did not begin here, and M is zeros.
         skipped = span.steps - reach
         begins = gl.where(skipped > 0, of_H == 0, begins)
