@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
         ("chunk_gated_delta_rule", False),
         ("chunk_gated_delta_rule", True),
         pytest.param("chunk_kda", False, marks=pytest.mark.release),
+        pytest.param("chunk_kda", True, marks=pytest.mark.release),
     ],
 )
 def test_no_wait_is_added(operator: str, horizon: bool, monkeypatch):

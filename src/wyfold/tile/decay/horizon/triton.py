@@ -25,7 +25,7 @@ LEAST: tl.constexpr = tl.constexpr(2.0**-59)
 """More than what a scaled row's elements add to its norm if their squares are lost: sqrt(K) 2^-63."""
 
 SLACK: tl.constexpr = tl.constexpr(1.0625)
-"""Factor of a bound that covers what a step's roundings add: three to bfloat16, and those of sums in float32."""
+"""Factor of a bound that covers roundings of the state and of Y to bfloat16, and of sums in float32."""
 
 
 @triton.jit
