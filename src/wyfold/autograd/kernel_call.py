@@ -126,13 +126,14 @@ class KernelCall:
     def begins_at_horizon(self, key: LaunchKey) -> bool:
         """Whether summaries begin at the exact horizon (`tile/decay/horizon`).
 
-        The gate is scalar, and keys have at most the norm 1, or it is per channel. HORIZON is set in the kernel's
-        configuration.
+        The gate is scalar, and keys have at most the norm 1, or it is per channel. HORIZON in the kernel's
+        configuration is the fewest chunks of such a segment; in shorter ones the search takes longer than it saves.
         """
-        device = self.t.q.device
-        backend = table.selected_backend("segment_summary", self.options.backend, key, device)
-        configured = bool(tuned(f"segment_summary.{backend}", key, device).blocks.get("HORIZON"))
-        return configured and has_horizon(key.gate, normalized=self.options.qk_l2norm)
+        device, options = self.t.q.device, self.options
+        backend = table.selected_backend("segment_summary", options.backend, key, device)
+        fewest = tuned(f"segment_summary.{backend}", key, device).blocks.get("HORIZON", 0)
+        length = options.cut.length(-(-self.t.q.shape[1] // options.chunk_size))
+        return 0 < fewest <= length and has_horizon(key.gate, normalized=options.qk_l2norm)
 
     @property
     def splits_heads(self) -> bool:
