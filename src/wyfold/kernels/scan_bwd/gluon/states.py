@@ -7,14 +7,24 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from wyfold.kernels.pipeline.gluon import stage_before
-from wyfold.tile.index.gluon import tma_store
+from wyfold.tile.index.gluon import barrier, tma_store
+
+
+@gluon.jit
+def store_left(rounded, smem, part, done, SIZES: gl.constexpr):
+    """Store a rounded state to its buffer, from where it is the left operand of the chunk's products."""
+    left = smem.state.index((done % SIZES.OUT) * SIZES.PARTS + part)
+    left.store(rounded)
+    fence_async_shared()
+    barrier()
+    return left
 
 
 @gluon.jit
 def release(x_state, x_tokens, rounded, smem, part, tile, tile_before, first_row, stage, done, SIZES: gl.constexpr):
     """Issue the TMA stores of a chunk's state and of the preceding chunk's tokens, and release that chunk's stage.
 
-    Nothing is stored or released for the chunk before the first, which has no block. A state buffer is free: every
+    rounded: The state; None if its buffer has it. Nothing is stored or released for the chunk before the first, which has no block. A state buffer is free: every
     chunk ends by waiting until TMA has read all but the last OUT - 1 states.
     """
     V: gl.constexpr = SIZES.V
@@ -22,8 +32,9 @@ def release(x_state, x_tokens, rounded, smem, part, tile, tile_before, first_row
     PARTS: gl.constexpr = SIZES.PARTS
     OUT: gl.constexpr = SIZES.OUT
     state = smem.state.index((done % OUT) * PARTS + part)
-    state.store(rounded)
-    fence_async_shared()
+    if rounded is not None:
+        state.store(rounded)
+        fence_async_shared()
     before = stage_before(stage, SIZES.STAGES)
     mbarrier.arrive(smem.free.index(before), count=1, pred=done > 0)
     if done > 0:

@@ -133,9 +133,13 @@ def wyfold_prepare_gluon(
     barrier()
 
     # The memory of q and k is free: -U overwrites q, and P^T overwrites k, both as bfloat16 pairs.
-    U = reinterpret(q, gl.bfloat16, [2 * BT, BT], WIDE)
-    PT = reinterpret(k, gl.bfloat16, [2 * BT, BT], WIDE)
-    P = reinterpret(k, gl.bfloat16, [8, 16, BT], WIDE)
+    free_q, free_k = q, k
+    if K > 2 * BT:
+        free_q = reinterpret(q, gl.bfloat16, [K // (2 * BT), BT, 2 * BT], WIDE).index(0)
+        free_k = reinterpret(k, gl.bfloat16, [K // (2 * BT), BT, 2 * BT], WIDE).index(0)
+    U = reinterpret(free_q, gl.bfloat16, [2 * BT, BT], WIDE)
+    PT = reinterpret(free_k, gl.bfloat16, [2 * BT, BT], WIDE)
+    P = reinterpret(free_k, gl.bfloat16, [8, 16, BT], WIDE)
     store_pairs(kk, kq, U, PT, near, numbers, strength.erases, rows, FULL, SCALAR, NORM, LB)
     fence_async_shared()
     barrier()
@@ -146,7 +150,7 @@ def wyfold_prepare_gluon(
     columns_W, highs, lows = invert_columns(D, U, BT, LB)
     # Every warp has read its last block of -U; results overwrite its memory.
     barrier()
-    out = reinterpret(q, gl.bfloat16, [2, BT, BT], HALF)
+    out = reinterpret(free_q, gl.bfloat16, [2, BT, BT], HALF)
     out.index(1).store(join4_columns(*columns_W, BT, LC).to(gl.bfloat16))
     F = mm_pairs_async(highs[0], lows[0], P.index(0), P.index(4), zero_acc, False, AC)
     for m in gl.static_range(1, 4):
