@@ -19,7 +19,7 @@ from torch import Tensor
 from wyfold import reference
 from wyfold.kernels.gradients import gluon
 from wyfold.kernels.gradients.gluon import channel, scalar
-from wyfold.kernels.gradients.gluon.scalar.heads import UNROLLED
+from wyfold.kernels.gradients.gluon.heads import UNROLLED
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid, chunk_grid
 from wyfold.runtime.kernel_configs import Config, LaunchKey

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from wyfold.kernels.gradients.gluon import channel, scalar
 from wyfold.kernels.gradients.gluon.channel import wyfold_gradients_channel_gluon, wyfold_gradients_norm_gluon
-from wyfold.kernels.gradients.gluon.scalar import wyfold_gradients_gluon, wyfold_gradients_heads_gluon
+from wyfold.kernels.gradients.gluon.heads import wyfold_gradients_heads_gluon
+from wyfold.kernels.gradients.gluon.scalar import wyfold_gradients_gluon
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import LaunchKey
@@ -19,10 +20,11 @@ from wyfold.tile.decay.triton import gate_flags
 
 def kernels_of(key: LaunchKey) -> tuple[str, ...]:
     """Names of the kernels that calls of a key launch, for `explain`."""
-    if key.per_channel:
-        kernels = (wyfold_gradients_channel_gluon, *([wyfold_gradients_norm_gluon] if key.norm else []))
-    else:
-        kernels = (wyfold_gradients_gluon, *([] if key.group == 1 else [wyfold_gradients_heads_gluon]))
+    kernels = [wyfold_gradients_channel_gluon if key.per_channel else wyfold_gradients_gluon]
+    if key.group != 1:
+        kernels.append(wyfold_gradients_heads_gluon)
+    elif key.per_channel and key.norm:
+        kernels.append(wyfold_gradients_norm_gluon)
     return tuple([kernel.fn.__name__ for kernel in kernels])
 
 

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wyfold.kernels.gradients.gluon.heads import HeadSizes, head_arguments, wyfold_gradients_heads_gluon
 from wyfold.kernels.gradients.gluon.scalar.arguments import Flags, Heads, Sizes
-from wyfold.kernels.gradients.gluon.scalar.heads import wyfold_gradients_heads_gluon
 from wyfold.kernels.gradients.gluon.scalar.kernel import wyfold_gradients_gluon
 from wyfold.kernels.gradients.gluon.tokens import copy_wanted, output_views
 from wyfold.kernels.gradients.triton.arguments import Factors
 from wyfold.kernels.gradients.triton.terms import sum_over_chunks
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid
-from wyfold.runtime.kernel_configs import Config, LaunchKey, tuned
+from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.triton import gate_argument
@@ -84,7 +84,7 @@ def gradients(
         heads=Heads(h_q=read_q.stride(2), h_k=read_k.stride(2), h_do=read_do.stride(2)),
         gate=gate_argument(g, A_log, dt_bias, options),
         strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most),
-        outputs=output_views(out_q, out_k, out_v, out.beta, None),
+        outputs=output_views(out_q, out_k, out_v, out.beta),
         dgate=GateGradient(g=out.g, s_g=strides(out.g), A_log=dA_log, dt_bias=ddt_bias),
         packing=packing,
         factors=Factors(options.scale, options.unit, options.unit * float(options.erases)),
@@ -105,32 +105,12 @@ def gradients(
     )
     copy_wanted((out_q, out_k, out_v), [requested for requested, _ in wanted])
     if HV > H:
-        _launch_heads(out_q, out_k, out, packing, sizes, grid, config)
+        summed = head_arguments(
+            (out_q, out_k), None, out, HeadSizes(H, HV // H, K, C, ROWS=C, NORM=False), grid
+        )
+        launch_kernel(wyfold_gradients_heads_gluon, grid.chunks * H, **summed, **config.options())
     sum_over_chunks(dA_log, out.A_log)
     sum_over_chunks(ddt_bias, out.dt_bias)
-
-
-def _launch_heads(
-    q: Tensor, k: Tensor, out: GradientOutputs, packing: Packing, sizes: Sizes, grid: ChunkGrid, config: Config
-) -> None:
-    """Sum the gradients of q and k over the value heads of each key head."""
-    launch_kernel(
-        wyfold_gradients_heads_gluon,
-        grid.chunks * sizes.H,
-        p_q=q,
-        p_k=k,
-        p_dq=out.q,
-        p_dk=out.k,
-        s_dq=strides(out.q),
-        s_dk=strides(out.k),
-        packing=packing,
-        N=grid.sequences,
-        T=grid.tokens,
-        per_sequence=grid.per_sequence,
-        SIZES=sizes,
-        PACKED=grid.cu is not None,
-        **config.options(),
-    )
 
 
 def _tma_readable(x: Tensor) -> bool:
