@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from wyfold.kernels.gradients.gluon.tokens import Coords, load_rows, store_rows
 from wyfold.kernels.records import GradientOutputs
 from wyfold.runtime.chunk_layout import ChunkGrid
+from wyfold.runtime.kernel_configs import Config
 from wyfold.tile.index.triton import Packing, chunk_span, strides
 
 UNROLLED = gl.constexpr(8)
@@ -50,17 +51,18 @@ def head_arguments(
     out: GradientOutputs,
     sizes: HeadSizes,
     grid: ChunkGrid,
+    config: Config,
 ) -> dict[str, Any]:
     """Arguments of the kernel, which sums the gradients of q and k over the value heads of each key head.
 
     Args:
         tiles: Those of q and k through each value head, every `sizes.ROWS` rows of K numbers.
-        rows: q and k, if the norm's adjoint follows; else None.
+        rows: q and k, for the norm's adjoint.
         out: Receives the gradients of q and k that are not None.
         sizes: Of the kernel.
-        grid: The call's chunk grid.
+        grid, config: Of the call's kernel before.
     """
-    q, k = rows or (None, None)
+    q, k = rows if sizes.NORM and rows is not None else (None, None)
     return {
         "p_q": tiles[0],
         "p_k": tiles[1],
@@ -75,6 +77,7 @@ def head_arguments(
         "per_sequence": grid.per_sequence,
         "SIZES": sizes,
         "PACKED": grid.cu is not None,
+        **config.options(),
     }
 
 

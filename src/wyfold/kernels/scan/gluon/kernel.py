@@ -7,7 +7,16 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from wyfold.kernels.pipeline.gluon import IN_REGISTERS, ChunkInputs, Ends, computed, produce, ring_of, span_of, specialize
+from wyfold.kernels.pipeline.gluon import (
+    IN_REGISTERS,
+    ChunkInputs,
+    Ends,
+    computed,
+    produce,
+    ring_of,
+    span_of,
+    specialize,
+)
 from wyfold.kernels.scan.gluon.consumer import Globals, Smem, consumer
 from wyfold.tile.index.gluon import clear_tokens
 from wyfold.tile.index.triton import TokenRows

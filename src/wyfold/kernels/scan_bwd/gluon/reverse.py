@@ -182,9 +182,7 @@ def _wide_reverse_step(
     if scale is not None:
         in_q *= scale
     doT = (x.permute((1, 0)).load(LC).to(gl.float32) * in_q[None, :]).to(OP)
-    dS = warpgroup_mma(
-        gl.convert_layout(doT, L.chunk_left, assert_trivial=True), query, dS, is_async=True
-    )
+    dS = warpgroup_mma(gl.convert_layout(doT, L.chunk_left, assert_trivial=True), query, dS, is_async=True)
     X, dY = warpgroup_mma_wait(1, deps=[X, dY])
     if scale is not None:
         X *= scale

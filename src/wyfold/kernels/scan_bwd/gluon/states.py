@@ -24,8 +24,11 @@ def store_left(rounded, smem, part, done, SIZES: gl.constexpr):
 def release(x_state, x_tokens, rounded, smem, part, tile, tile_before, first_row, stage, done, SIZES: gl.constexpr):
     """Issue the TMA stores of a chunk's state and of the preceding chunk's tokens, and release that chunk's stage.
 
-    rounded: The state; None if its buffer has it. Nothing is stored or released for the chunk before the first, which has no block. A state buffer is free: every
+    Nothing is stored or released for the chunk before the first, which has no block. A state buffer is free: every
     chunk ends by waiting until TMA has read all but the last OUT - 1 states.
+
+    Args:
+        rounded: The state; None if its buffer has it already (`store_left`).
     """
     V: gl.constexpr = SIZES.V
     BT: gl.constexpr = SIZES.BT

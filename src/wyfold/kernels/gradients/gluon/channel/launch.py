@@ -53,13 +53,11 @@ def gradients(
         key: Launch configuration key.
         out: Written, as by the Triton launch.
     """
-    (H, K), (HV, V), C = q.shape[2:], do.shape[2:], grid.chunk_size
-    config = tuned("gradients.gluon", key, q.device)
+    (H, K), (HV, V), C, config = q.shape[2:], do.shape[2:], grid.chunk_size, tuned("gradients.gluon", key, q.device)
     read_q, read_k, read_do, read_g = reads = [_readable(x) for x in (q, k, do, g)]
     out_q, out_k, out_g = map(_output_buffer, (out.q, out.k, out.g), (read_q, read_k, read_g))
     if HV > H:  # a program reads its half of S before it stores dq and dk there
-        rows = borders.S.view(-1, K)
-        out_q, out_k = (x.view(1, -1, 1, K) for x in (rows, rows[C:]))
+        out_q, out_k = (borders.S.view(-1, K)[row:].view(1, -1, 1, K) for row in (0, C))
     work = _workspace(q, HV, grid, options, out)
     blocks = [*reads, out_q, out_k, out_g]
     x_q, x_k, x_do, x_g, x_dq, x_dk, x_dg, x_S, x_dS, x_e, x_X = _descriptors(blocks, borders, C, K // 2)
@@ -106,15 +104,13 @@ def gradients(
         ),
         **config.options(),
     )
-    if work.norm_dots is not None:
-        _launch_norm(read_q, read_k, out_q, out_k, work.norm_dots, grid, config)
     if HV > H:
         sizes = HeadSizes(H, HV // H, K, C, ROWS=V, NORM=options.qk_l2norm)
-        summed = head_arguments((out_q, out_k), (read_q, read_k) if options.qk_l2norm else None, out, sizes, grid)
-        launch_kernel(wyfold_gradients_heads_gluon, grid.chunks * H, **summed, **config.options())
-        copy_wanted((out_g,), (out.g,))
-    else:
-        copy_wanted((out_q, out_k, out_g), (out.q, out.k, out.g))
+        summed = head_arguments((out_q, out_k), (read_q, read_k), out, sizes, grid, config)
+        launch_kernel(wyfold_gradients_heads_gluon, grid.chunks * H, **summed)
+    elif work.norm_dots is not None:
+        _launch_norm(read_q, read_k, out_q, out_k, work.norm_dots, grid, config)
+    copy_wanted(*(((out_g,), (out.g,)) if HV > H else ((out_q, out_k, out_g), (out.q, out.k, out.g))))
     sum_over_chunks(work.A_log, out.A_log)
     sum_over_chunks(work.dt_bias, out.dt_bias)
 
