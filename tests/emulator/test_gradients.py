@@ -18,7 +18,7 @@ from torch import Tensor
 
 from wyfold import reference
 from wyfold.kernels.gradients import gluon
-from wyfold.kernels.gradients.gluon import channel, scalar
+from wyfold.kernels.gradients.gluon import channel, scalar, wide
 from wyfold.kernels.gradients.gluon.heads import UNROLLED
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid, chunk_grid
@@ -101,6 +101,8 @@ def test_a_group_has_the_sums_of_its_heads(group: int):
 
 def judge(machine: Machine, call: Call) -> None:
     out = run(machine, call)
+    name, K = wide.wyfold_gradients_wide_gluon.fn.__name__, call.given["q"].shape[3]
+    assert (name in machine.launches) == (K != 128)
     pairs = {}
     for name, want in call.want.items():
         got = out[name]
