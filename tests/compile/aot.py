@@ -762,6 +762,7 @@ PER_ARCHITECTURE: dict[str, tuple[Call | ServingCall | RankCall, ...]] = {
             for name in ("delta_rule", "gated_delta_rule")
             for K, V in ((64, 64), (256, 256), (256, 512))
         ),
+        Call("chunk_gated_delta_rule", K=32, V=32, options=GPU_CHUNKS, wrt=("initial_state",)),
         Call("chunk_gated_delta_rule", "float16", 256, 256, wrt=("initial_state",)),
         Call("chunk_gated_delta_rule", "float32", 256, 256, wrt=("initial_state",)),
         Call("chunk_gated_delta_rule", options=GPU_CHUNKS, wrt=("initial_state",), misaligned=True),
