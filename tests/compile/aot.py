@@ -715,6 +715,7 @@ STATES = (("chunk_size", 64), ("state_v_first", True), ("return_intermediate_sta
 PER_ARCHITECTURE: dict[str, tuple[Call | ServingCall | RankCall, ...]] = {
     "sm_90": (
         Call("parallel_path_attn", "float16", 64, 64, segments=9),
+        Call("parallel_path_attn, forget gate", "float32", 64, 64, packed=True, segments=9),
         Call("chunk_kda, gate inside", options=GPU_CHUNKS, packed=True),
         Call("chunk_comba", K=64, V=64, options=(("chunk_size", 32),), tested=HOPPER),
         Call("chunk_comba", options=(("chunk_size", 32),)),
@@ -748,21 +749,6 @@ PER_ARCHITECTURE: dict[str, tuple[Call | ServingCall | RankCall, ...]] = {
             heads=1,
             projected=True,
         ),
-        Call(
-            "chunk_gated_delta_rule, gate inside",
-            K=256,
-            V=512,
-            options=(("chunk_size", 64), ("use_qk_l2norm_in_kernel", True)),
-            packed=True,
-            heads=1,
-            tested=HOPPER,
-        ),
-        *(
-            Call(f"chunk_{name}", K=K, V=V, options=GPU_CHUNKS, heads=1)
-            for name in ("delta_rule", "gated_delta_rule")
-            for K, V in ((64, 64), (256, 256), (256, 512))
-        ),
-        Call("chunk_gated_delta_rule", K=32, V=32, options=GPU_CHUNKS, wrt=("initial_state",)),
         Call("chunk_gated_delta_rule", "float16", 256, 256, wrt=("initial_state",)),
         Call("chunk_gated_delta_rule", "float32", 256, 256, wrt=("initial_state",)),
         Call("chunk_gated_delta_rule", options=GPU_CHUNKS, wrt=("initial_state",), misaligned=True),

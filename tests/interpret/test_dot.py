@@ -10,7 +10,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 tl = pytest.importorskip("triton.language", reason="Triton is not installed")
 
 dot = pytest.importorskip("wyfold.tile.dot.triton", reason="Triton is not installed")
-mm_exact, self_products, self_sum = dot.mm_exact, dot.self_products, dot.self_sum
+mm, mm_exact, self_products, self_sum = dot.mm, dot.mm_exact, dot.self_products, dot.self_sum
 
 SIZE = 32
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -24,6 +24,16 @@ def product(p_a, p_b, p_out, EXACT: tl.constexpr, SIZE: tl.constexpr):
     o = tl.arange(0, SIZE)
     at = o[:, None] * SIZE + o[None, :]
     tl.store(p_out + at, mm_exact(tl.load(p_a + at), tl.load(p_b + at), None, EXACT))
+
+
+@triton.jit
+def product_and_sum(p_a, p_b, p_acc, p_out, PRECISION: tl.constexpr, SIZE: tl.constexpr):
+    o = tl.arange(0, SIZE)
+    at = o[:, None] * SIZE + o[None, :]
+    found = mm(tl.load(p_a + at), tl.load(p_b + at), None, tl.float32, PRECISION)
+    tl.store(p_out + at, found)
+    acc = tl.load(p_acc + at)
+    tl.store(p_acc + at, mm(tl.load(p_a + at), tl.load(p_b + at), acc, tl.float32, PRECISION) - (acc + found))
 
 
 @triton.jit
@@ -49,6 +59,18 @@ def test_operands_are_not_rounded(EXACT: str, dtypes: tuple[torch.dtype, torch.d
     out = torch.empty(SIZE, SIZE, device=device)
     product[(1,)](a, b, out, EXACT=EXACT, SIZE=SIZE)
     assert within(out, a, b, LEFT_OUT[EXACT])
+
+
+@pytest.mark.parametrize("at", [(0, 0), (3, 5)], ids=["finite", "NaN"])
+def test_sums_of_products_are_added_to_the_accumulator_once(at: tuple[int, int], device: torch.device):
+    """The matrix unit truncates what it adds to its sum. The accumulator is added by a rounded addition instead."""
+    a, b, acc = (torch.randn(SIZE, SIZE, device=device) for _ in range(3))
+    a[at] = torch.nan if any(at) else 1e3
+    out = torch.empty(SIZE, SIZE, device=device)
+    product_and_sum[(1,)](a, b, acc, out, PRECISION="bf16x6", SIZE=SIZE)
+    finite = torch.arange(SIZE) != (at[0] if any(at) else -1)
+    assert within(out[finite], a[finite], b, LEFT_OUT["bf16x6"])
+    assert out[~finite].isnan().all() and not acc[finite].any()
 
 
 @pytest.mark.parametrize("EXACT", LEFT_OUT)

@@ -2,8 +2,9 @@
 
 `mm` takes operands that the design rounds to the inputs' dtype: bfloat16 as it is, float16 as TF32, float32 as three
 TF32 products. TF32 has the mantissa of float16 without its overflow. Operands are rounded to the nearest TF32 number
-first, since the matrix unit truncates, with two to four times the error. `mm_exact` is for the inverse and the factors
-made from it, whose operands must not be rounded: it uses three partial products for float32 (docs/numerics.md).
+first, since the matrix unit truncates, with two to four times the error. `summing` names a form of float32 whose sums
+are as accurate as those of float32 arithmetic. `mm_exact` is for the inverse and the factors made from it, whose
+operands must not be rounded: it uses three partial products for float32 (docs/numerics.md).
 """
 
 from __future__ import annotations
@@ -50,6 +51,20 @@ def precision(dtype: torch.dtype) -> str:
     return {torch.float32: "tf32x3", torch.float16: "tf32 to nearest"}.get(dtype, "tf32")
 
 
+def summing(dtype: torch.dtype) -> str:
+    """PRECISION of `mm` where long sums of products must be as accurate as those of float32 arithmetic.
+
+    The matrix unit truncates the sum after each product, and three TF32 products of 22 bits lose up to a half more than
+    rounded sums do. Six products of bfloat16 parts take the same time and lose less. Other dtypes: `precision`.
+    """
+    return "bf16x6" if precision(dtype) == "tf32x3" else precision(dtype)
+
+
+def summing_exact(dtype: torch.dtype) -> str:
+    """EXACT of `mm_exact`, where `summing` is PRECISION of `mm`."""
+    return "bf16x6" if exact(dtype) == "tf32x3" else exact(dtype)
+
+
 def contracts(dtype: torch.dtype) -> bool:
     """Whether the compiler may contract products and sums around these matrix products into fused multiply-adds.
 
@@ -73,6 +88,8 @@ def mm(a, b, acc, OP: tl.constexpr, PRECISION: tl.constexpr):
     """acc + a b, operands rounded to OP, and to TF32 where PRECISION says so, since the unit alone truncates."""
     if OP == tl.float32 and PRECISION == "tf32 to nearest":
         return tl.dot(nearest_tf32(a), nearest_tf32(b), acc, input_precision=TF32)
+    elif OP == tl.float32 and PRECISION == "bf16x6":
+        return _mm_bf16_thirds(a, b, acc)
     else:
         return tl.dot(a.to(OP), b.to(OP), acc, input_precision=TF32 if OP == tl.bfloat16 else PRECISION)
 
@@ -128,6 +145,24 @@ def mm_exact(a, b, acc, EXACT: tl.constexpr):
         return tl.dot(a_high, b_high, acc, input_precision=TF32)
     else:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision=EXACT)
+
+
+@triton.jit
+def _mm_bf16_thirds(a, b, acc):
+    """acc + a b of float32 operands, each a sum of three bfloat16 numbers, joined by rounded additions.
+
+    Products of the first parts have 16 bits, and the unit adds nearly all of them exactly. The other products are 2^-8
+    times as large, and so is what their sum loses.
+    """
+    a_high, a_mid, a_low = bf16_thirds(a)
+    b_high, b_mid, b_low = bf16_thirds(b)
+    small = tl.dot(a_low, b_high)
+    small = tl.dot(a_high, b_low, small)
+    small = tl.dot(a_mid, b_mid, small)
+    small = tl.dot(a_mid, b_high, small)
+    small = tl.dot(a_high, b_mid, small)
+    found = tl.dot(a_high, b_high) + small
+    return found if acc is None else acc + found
 
 
 @triton.jit

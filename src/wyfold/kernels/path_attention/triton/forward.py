@@ -29,7 +29,7 @@ from wyfold.kernels.path_widths import key_width
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import LaunchKey, dtype_word, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
-from wyfold.tile.dot.triton import contracts, exact, mm, mm_exact, operand, precision
+from wyfold.tile.dot.triton import contracts, mm, mm_exact, operand, summing, summing_exact
 from wyfold.tile.index.triton import (
     Packing,
     TokenRows,
@@ -108,8 +108,8 @@ def path_attention(
         SIZES=PathSizes(H, HQ, K, V, CHUNK, key_width(K), key_width(V), block),
         PACKED=grid.cu is not None,
         OP=operand(dtype),
-        PRECISION=precision(dtype),
-        EXACT=exact(dtype),
+        PRECISION=summing(dtype),
+        EXACT=summing_exact(dtype),
         **config.options(contract=contracts(dtype)),
     )
 

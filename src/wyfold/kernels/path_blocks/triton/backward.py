@@ -42,7 +42,7 @@ from wyfold.kernels.path_widths import key_width
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tuned
 from wyfold.runtime.kernel_launch import launch_kernel
-from wyfold.tile.dot.triton import contracts, exact, operand, precision, workspace
+from wyfold.tile.dot.triton import contracts, operand, summing, summing_exact, workspace
 from wyfold.tile.index.triton import Packing, strides
 
 
@@ -74,7 +74,7 @@ def path_factors_bwd(
     (B, T, H, K), (HQ, V), dtype = x.k.shape, (x.q.shape[2], x.v.shape[3]), x.q.dtype
     sizes = PathSizes(H, HQ, K, V, CHUNK, key_width(K), key_width(V), block)
     key_sizes: dict[str, Any] = {"H": H, "K": K, "BT": CHUNK, "BK": sizes.BK}
-    products = {"OP": operand(dtype), "PRECISION": precision(dtype)}
+    products = {"OP": operand(dtype), "PRECISION": summing(dtype)}
     launch = _launcher(x, grid)
     tokens = _tokens(x, factors, lse, do, d)
     p, dZ, dP, P = (x.q.new_empty(B, T, HQ, CHUNK, dtype=workspace(dtype)) for _ in range(4))
@@ -89,7 +89,7 @@ def path_factors_bwd(
         out=QueryGradients(out.q, out.q.stride(), out.g, strides(out.g)),
         factor=path_scales(scale, gate),
         SIZES=sizes,
-        EXACT=exact(dtype),
+        EXACT=summing_exact(dtype),
         **products,
     )
     if T > block * CHUNK:  # a block may be followed by another
@@ -183,7 +183,7 @@ def _solve_bwd(
         **key_sizes,
     }
     strengths = {"p_dbeta": out.beta, "s_dbeta": out.beta.stride()}
-    launch(wyfold_path_solve_bwd_triton, H, "solve", **shared, **strengths, EXACT=exact(dtype))
+    launch(wyfold_path_solve_bwd_triton, H, "solve", **shared, **strengths, EXACT=summing_exact(dtype))
     launch(
         wyfold_path_tokens_bwd_triton,
         H,
@@ -194,5 +194,5 @@ def _solve_bwd(
         p_dw=out.w,
         s_dw=out.w.stride(),
         OP=operand(dtype),
-        PRECISION=precision(dtype),
+        PRECISION=summing(dtype),
     )

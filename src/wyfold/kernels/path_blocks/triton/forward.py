@@ -16,7 +16,7 @@ from wyfold.kernels.path_widths import key_width
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import LaunchKey, dtype_word, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
-from wyfold.tile.dot.triton import contracts, exact, mm, mm_exact, operand, precision, workspace
+from wyfold.tile.dot.triton import contracts, mm, mm_exact, operand, summing, summing_exact, workspace
 from wyfold.tile.index.triton import (
     Packing,
     TokenRows,
@@ -63,7 +63,7 @@ def path_factors(k: Tensor, w: Tensor, beta: Tensor, grid: ChunkGrid, block: int
     (_, _, H, K), dtype = k.shape, k.dtype
     packing = Packing(grid.cu, grid.first, grid.sequence), grid.sequences, grid.tokens, grid.per_sequence
     config, chunk = (tuned("path_blocks.triton", launch_key(dtype, K, name), k.device) for name in (None, "chunks"))
-    products = {"OP": operand(dtype), "PRECISION": precision(dtype), "EXACT": exact(dtype)}
+    products = {"OP": operand(dtype), "PRECISION": summing(dtype), "EXACT": summing_exact(dtype)}
     sizes = {"H": H, "K": K, "BT": CHUNK, "BK": key_width(K), "PACKED": grid.cu is not None}
     launch_kernel(
         wyfold_path_chunks_triton,
@@ -146,7 +146,7 @@ def path_cache(
         BK=key_width(K),
         BLOCK=block,
         PACKED=grid.cu is not None,
-        EXACT=exact(dtype),
+        EXACT=summing_exact(dtype),
         **config.options(contract=contracts(dtype)),
     )
 
