@@ -195,6 +195,26 @@ def few_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backward, "LANES", 2)
 
 
+@pytest.mark.parametrize("lengths", [None, [200, 0, 1, 459]], ids=["dense", "packed"])
+def test_turns_with_a_part_of_the_blocks_change_no_bit(lengths: list[int] | None, device, monkeypatch):
+    """Two chunks of queries and one or two blocks at a time, of five blocks in each row."""
+    a = drawn(660, device, gate="slow", dtype=torch.bfloat16, B=1 if lengths else 2)
+    cu = torch.tensor([0, *lengths], device=device).cumsum(0) if lengths else None
+    leaves = [x.requires_grad_() for x in a.values()]
+    do = torch.randn(a["v"].shape[0], 660, 2, 24, generator=torch.Generator().manual_seed(7)).to(device)
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(op(*leaves, cu_seqlens=cu, backend="triton")[0], leaves, do.bfloat16())
+
+    whole, turns = gradients(), []
+    few_lanes(monkeypatch)
+    monkeypatch.setattr(backward, "RANGES", 3)
+    made = backward._turns
+    monkeypatch.setattr(backward, "_turns", lambda *sizes: turns.extend(made(*sizes)) or made(*sizes))
+    assert all(map(torch.equal, gradients(), whole))
+    assert len({begin for _, begin in turns}) > 2
+
+
 @pytest.mark.parametrize(
     ("packed", "gate"),
     [

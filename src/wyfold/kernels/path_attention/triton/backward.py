@@ -13,7 +13,8 @@ The far ones take some queries of a sequence at a time, and are launched again f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -52,13 +53,17 @@ from wyfold.kernels.path_widths import key_width
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tuned
 from wyfold.runtime.kernel_launch import launch_kernel
-from wyfold.tile.dot.triton import contracts, exact, operand, precision, workspace
+from wyfold.tile.dot.triton import contracts, operand, summing, summing_exact, workspace
 from wyfold.tile.index.triton import Packing, near_rows
 
 KEPT_TILES = 8192
-"""Tiles of queries that a turn keeps, each at every block: 128 MiB in 16 bits at K = 128, and as much of gradients."""
+"""Tiles of queries that a turn keeps, each at a block: 128 MiB in 16 bits at K = 128, and as much of gradients."""
 LANES = 32
-"""Tiles that a turn takes of a sequence, at least."""
+"""Chunks of queries that a turn takes of a buffer row, at least."""
+PROGRAMS = 512
+"""Programs of queries from which on a turn has all blocks. With fewer, it has more queries and a part of the blocks."""
+RANGES = 8
+"""Parts of the blocks, at most: a turn moves its queries through all blocks after those of its part."""
 
 
 def path_attention_bwd(
@@ -105,7 +110,7 @@ def path_attention_bwd(
     near_sums = None if x.g is None else of_queries(rows, HQ)
     queries = Queries(at_start, near, near_sums, do, lse, delta)
     own = Own(x.q, x.q.stride(), x.k, x.k.stride(), factors.E)
-    results: dict[str, Any] = {"own": own, "p_o": o, "s_o": o.stride(), "p_rest": rest, "EXACT": exact(dtype)}
+    results: dict[str, Any] = {"own": own, "p_o": o, "s_o": o.stride(), "p_rest": rest, "EXACT": summing_exact(dtype)}
     launch(wyfold_path_starts_triton, HQ, "starts", **results, queries=queries, SUMS=rest is None)
     dq, dv, dblocks = of_queries(B, T, HQ, K), of_keys(x.v), of_keys(x.k)
     dM, dblock_total = (of_queries(*shape).zero_() for shape in ((slots, H, BK, BK), (slots, HQ)))
@@ -113,17 +118,18 @@ def path_attention_bwd(
     def between_blocks() -> None:
         """Launch the turns. Their scratch is released with the last one."""
         tile = tuned("path_attention.triton", launch_key(dtype, K, V, "far_rows"), x.q.device).blocks["TILE"]
-        tiles = -(-T // tile)
-        lanes = _lanes(slots * HQ, tiles)
-        kept = lanes * slots * HQ
+        rows_at_once = B if grid.cu is None else 1
+        chunks, blocks = grid.chunks // rows_at_once, slots // rows_at_once
+        lanes, count = _turn_size(rows_at_once * HQ, chunks, blocks, block, whole=rest is None)
+        kept = rows_at_once * lanes * count * HQ
         scratch = Scratch(
             *(x.q.new_empty(kept, tile, BK, dtype=workspace(dtype)) for _ in range(2)),
             *(of_queries(kept, tile) for _ in range(2)),
         )
-        far: dict[str, Any] = {"scratch": scratch, "slots": slots, "lanes": lanes, "SIZES": sizes._replace(TILE=tile)}
+        far: dict[str, Any] = {"scratch": scratch, "lanes": lanes, "count": count, "SIZES": sizes._replace(TILE=tile)}
         out = KeyGradients(dblocks, dv, dblock_end)
-        for turn in range(-(-tiles // lanes)):
-            far["turn"] = turn
+        for first, begin in _turns(lanes, count, chunks, blocks, block):
+            far |= {"first": first, "begin": begin}
             launch(wyfold_path_far_starts_triton, HQ, "far_starts", queries=queries, **far, SUMS=rest is None)
             launch(wyfold_path_far_rows_triton, HQ, "far_rows", queries=queries, **far, p_dq=dq, p_others=others)
             launch(wyfold_path_far_keys_triton, H, "far_keys", queries=queries, **far, out=out)
@@ -156,7 +162,7 @@ def _launcher(keys: Keys, sizes: PathSizes, q: Tensor, grid: ChunkGrid, factor: 
             factor=factor,
             PACKED=grid.cu is not None,
             OP=operand(dtype),
-            PRECISION=precision(dtype),
+            PRECISION=summing(dtype),
             **{"SIZES": sizes, **named},
             **config.options(contract=contracts(dtype)),
         )
@@ -164,6 +170,27 @@ def _launcher(keys: Keys, sizes: PathSizes, q: Tensor, grid: ChunkGrid, factor: 
     return launch
 
 
-def _lanes(rows: int, tiles: int) -> int:
-    """Tiles that a turn takes of a sequence, for a scratch of so many rows. No bit depends on it."""
-    return min(max(LANES, KEPT_TILES // rows), tiles)
+def _turn_size(heads: int, chunks: int, blocks: int, block: int, *, whole: bool) -> tuple[int, int]:
+    """Chunks of queries and blocks of a turn, of so many in a buffer row. No bit depends on them.
+
+    heads: Query heads of all rows.
+    whole: Whether a turn must have all blocks.
+    """
+    places = KEPT_TILES // heads
+    lanes, count = max(LANES, places // blocks), blocks
+    if not whole and lanes * heads < PROGRAMS:
+        count = min(blocks, max(math.isqrt(places // block), -(-blocks // RANGES), 1))
+        lanes = max(LANES, places // count)
+    return min(lanes, chunks), count
+
+
+def _turns(lanes: int, count: int, chunks: int, blocks: int, block: int) -> Iterator[tuple[int, int]]:
+    """First chunk of the queries and first slot of the blocks of each turn.
+
+    Turns of the same queries follow each other from far blocks to near ones. A chunk's earlier blocks have slots below
+    its number over the chunks of a block, in packed rows as well.
+    """
+    for first in range(0, chunks, lanes):
+        last = min(first + lanes, chunks) - 1
+        for begin in range(0, min(last // block, blocks), count):
+            yield first, begin
