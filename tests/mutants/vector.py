@@ -536,6 +536,22 @@ GLUON_KERNELS = (
         "emulator/test_segment_summary.py::test_summary_bwd",
     ),
     Mutant(
+        "the horizon of a channel gate looks at one channel's decay alone",
+        "tile/decay/horizon/gluon.py",
+        "_channels_in_reach",
+        "gl.sum(rows * gl.abs(beta), 0) * UNSCALE",
+        "0.0",
+        "emulator/test_segment_summary.py::test_only_chunks_in_reach_of_channels_are_loaded",
+    ),
+    Mutant(
+        "the horizon of a channel gate is a chunk too near",
+        "tile/decay/horizon/gluon.py",
+        "_channels_in_reach",
+        "gl.where(power <= HORIZON,",
+        "gl.where(power <= HORIZON + 90,",
+        "emulator/test_segment_summary.py::test_summaries_of_channels_begin_at_the_exact_horizon",
+    ),
+    Mutant(
         "TTT's outputs are computed before the state is there",
         "kernels/ttt/gluon/read.py",
         "",
