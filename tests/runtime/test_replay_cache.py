@@ -22,6 +22,7 @@ import wyfold
 from wyfold import SequenceLayout, serving
 from wyfold.autograd import delta_chunk
 from wyfold.autograd.head_parts import HeadPart
+from wyfold.layers import GatedDeltaNet, KimiDeltaAttention
 from wyfold.runtime import check, kernel_configs, kernel_launch, recorded_launch, recorder, replay_cache
 from wyfold.runtime.recording import _FAST_EMPTY, Allocate, Operation
 from wyfold.runtime.replay_cache import PublicOperator, Recording, planned
@@ -481,6 +482,41 @@ def test_a_backward_in_parts_of_heads(
     assert [launch[0] for launch in launches] == [f"wyfold_{name}_triton" for name in kernels]
     for _ in range(4):
         got, again, others = grad_of(made(), lines)
+        assert alike(launches, again, tensors, others)
+    assert [(x.shape, x.stride(), x.dtype) for x in got] == [(x.shape, x.stride(), x.dtype) for x in wanted]
+    assert [type(recording) for recording in recordings()] == [Recording, Recording]
+
+
+def layered(kind: type[torch.nn.Module], **options: Any) -> Made:
+    """A call of a layer as a function of its input and parameters, in their order."""
+    layer = kind(16, H, H if kind is KimiDeltaAttention else HV, D, backend="triton")
+    given = {name.replace(".", "_"): x.detach().clone() for name, x in layer.named_parameters()}
+    given = {name: x if "A_log" in name or "dt_bias" in name else x.bfloat16() for name, x in given.items()}
+
+    def call(cu_seqlens: SequenceLayout | None, **tensors: torch.Tensor) -> torch.Tensor:
+        x, *parameters = tensors.values()
+        for (name, _), parameter in zip([*layer.named_parameters()], parameters, strict=True):
+            owner, _, of = name.rpartition(".")
+            layer.get_submodule(owner)._parameters[of] = parameter
+        return layer(x, layout=cu_seqlens)
+
+    return call, {"cu_seqlens": None, **options, "x": torch.randn(B, T, 16, dtype=torch.bfloat16), **given}
+
+
+LAYERS: dict[str, Callable[[], Made]] = {
+    "gdn": lambda: layered(GatedDeltaNet),
+    "gdn, packed": lambda: layered(GatedDeltaNet, cu_seqlens=layout()),
+    "kda": lambda: layered(KimiDeltaAttention),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_both_directions_of_a_layer(kind: str, lines: list[tuple[Any, ...]], memory_once: None):
+    """A layer is one call in each direction. The first call compiles, and replays launch what the second does."""
+    for _ in range(2):
+        wanted, launches, tensors = grad_of(LAYERS[kind](), lines)
+    for _ in range(3):
+        got, again, others = grad_of(LAYERS[kind](), lines)
         assert alike(launches, again, tensors, others)
     assert [(x.shape, x.stride(), x.dtype) for x in got] == [(x.shape, x.stride(), x.dtype) for x in wanted]
     assert [type(recording) for recording in recordings()] == [Recording, Recording]
@@ -1075,6 +1111,9 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "_to_copy of every second column": lambda x: x[:, ::2].to(torch.float64),
     "copy_ and zero_": lambda x: x.new_empty(2, 6).zero_().copy_(x[1]),
     "fill_ and add_": lambda x: x.new_empty(6).fill_(0.5).add_(x[2], alpha=2),
+    "mm": lambda x: torch.mm(x, x.t(), out=x.new_empty(4, 4)),
+    "addmm": lambda x: torch.addmm(x[0, :4], x, x.t(), out=x.new_empty(4, 4)),
+    "mm into a view, and addmm_": lambda x: torch.mm(x, x.t(), out=x.new_empty(6, 4)[1:5]).addmm_(x, x.t()).clone(),
     "sum": lambda x: x.sum(0),
     "sum into another dtype": lambda x: x.sum((0, 1), dtype=torch.float64),
     "cumsum": lambda x: x.cumsum(1),

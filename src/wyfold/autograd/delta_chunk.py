@@ -135,7 +135,7 @@ def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
 
 def backward(given: DeltaBackwardInputs) -> list[Tensor]:
     """Compute every needed gradient."""
-    t, options, kept, do, dST, needs = given
+    t, options, kept, do, dST, needs, _ = given
     call, dS0 = KernelCall(t, options), given.empty_grad(INITIAL_STATE)
     t, call.grid = call.t, call.chunk_grid()
     if call.segment_grid is not None:

@@ -206,7 +206,7 @@ def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
 
 def backward(given: DeltaBackwardInputs) -> list[Tensor]:
     """Compute every needed gradient."""
-    t, options, _, do, dST, needs = given
+    t, options, _, do, dST, needs, _ = given
     call, kept = EagerCall(t, options), Saved.of(given.saved)
     found = [grad.zero_() for grad in given.empty_grads()]
     dS0 = found[INITIAL_STATE] if needs[INITIAL_STATE] else None

@@ -71,7 +71,7 @@ def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
 
 def backward(given: DeltaBackwardInputs) -> list[Tensor]:
     """Compute every needed gradient."""
-    t, options, (entering, maps, *kept), do, dST, needs = given
+    t, options, (entering, maps, *kept), do, dST, needs, _ = given
     call = SegmentedCall.of(t, options)
     dST = None if dST is None else transpose_if_v_first(dST, options)
     if do is None:

@@ -51,6 +51,8 @@ TENSORS, DIFFERENTIABLE = len(DeltaTensors._fields), 8
 LEARNING = (*range(DIFFERENTIABLE), *map(DeltaTensors._fields.index, ("a", "b", "w")))
 """Index of every differentiable tensor, in the order of gradients. The last three have some in low-rank rules alone."""
 INITIAL_STATE = DeltaTensors._fields.index("initial_state")
+ROWS = INITIAL_STATE
+"""Number of the first tensors, which have a row for each token: q, k, v, g and beta."""
 SUMMED = (INITIAL_STATE, DeltaTensors._fields.index("A_log"), DeltaTensors._fields.index("dt_bias"))
 
 
@@ -98,6 +100,8 @@ class DeltaBackwardInputs(NamedTuple):
         do, dST: Gradients of the output and of the final states; None stands for zeros.
         needs: For each of `LEARNING`, whether its gradient is needed; for the first `DIFFERENTIABLE` of them if the
             options' rule is "delta".
+        rows: Returns the memory of the gradients of q, k, v, g and beta, asked for where they are first written. None:
+            it is allocated.
     """
 
     tensors: DeltaTensors
@@ -106,6 +110,7 @@ class DeltaBackwardInputs(NamedTuple):
     do: Tensor | None
     dST: Tensor | None
     needs: list[bool]
+    rows: Callable[[], Sequence[Tensor]] | None = None
 
     def empty_grad(self, index: int) -> Tensor:
         """Allocate the gradient of tensor `LEARNING[index]`, uninitialized; without elements if it is not needed.
@@ -115,6 +120,8 @@ class DeltaBackwardInputs(NamedTuple):
         x = self.tensors[LEARNING[index]]
         if x is None or not self.needs[index]:
             return self.tensors.q.new_empty(0)
+        if self.rows is not None and index < ROWS:
+            return self.rows()[index]
         if index in SUMMED:
             return x.new_empty(x.shape, dtype=wide(self.tensors.q.dtype))
         return x.new_empty(x.shape)

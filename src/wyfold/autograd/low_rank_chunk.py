@@ -130,7 +130,7 @@ def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
 
 def backward(given: DeltaBackwardInputs) -> list[Tensor]:
     """Compute every needed gradient."""
-    t, options, kept, do, dST, needs = given
+    t, options, kept, do, dST, needs, _ = given
     found = given.empty_grads()
     wanted = [dx if need else None for dx, need in zip(found, needs, strict=True)]
     dS0 = wanted.pop(INITIAL_STATE)

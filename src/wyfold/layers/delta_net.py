@@ -79,6 +79,10 @@ class DeltaMixer(nn.Module):
         """Keyword arguments of the operator that define the gate for x."""
         return {}
 
+    def _as_one_function(self, x: Tensor, layout: SequenceLayout | None) -> Tensor | None:
+        """The layer as one autograd function; None if its modules have to run. See `wyfold.ops.mixer`."""
+        return None
+
     def _serve(self, rule: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
         """Call `prefill` or `decode`; returns [B, T, HV, V]."""
         o: Tensor = rule(q, k, v, **arguments)
@@ -161,6 +165,10 @@ class DeltaMixer(nn.Module):
                 pool: Any = cache  # refused like any cache, on all ranks
                 sequences(type(self).__name__, x, self.hidden_size, self.qkv, layout, pool, {}, cp_context)
             return self._served(x, layout, cache)
+        if cache is None and cp_context is None:
+            y = self._as_one_function(x, layout)
+            if y is not None:
+                return y
         D, HV, K, V = sum(self.channels), self.num_v_heads, self.head_dim, self.head_v_dim
         holds = {"conv": f"N {D} S", "state": f"N {HV} {K} {V}"}
         sequences(type(self).__name__, x, self.hidden_size, self.qkv, layout, cache, holds, cp_context)

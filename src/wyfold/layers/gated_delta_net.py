@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from wyfold.layers import from_hf
 from wyfold.layers.delta_net import DeltaMixer
 from wyfold.layers.norm import GatedRMSNorm
+from wyfold.layers.whole import whole_layer
 from wyfold.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from wyfold.runtime import check
+from wyfold.runtime.layout import SequenceLayout
 
 
 class DecayParameters(nn.Module):
@@ -191,6 +193,9 @@ class GatedDeltaNet(DeltaMixer):
 
     def read_out(self, o: Tensor, x: Tensor) -> Tensor:
         return self.norm(o, self.gate(x).view_as(o))
+
+    def _as_one_function(self, x: Tensor, layout: SequenceLayout | None) -> Tensor | None:
+        return whole_layer(self, x, layout, (None, self.decay), (None, self.gate), GatedDeltaNet)
 
 
 def _grouped_rows(weight: Tensor, groups: int, sizes: list[int]) -> list[Tensor]:

@@ -11,8 +11,10 @@ from wyfold.layers import from_hf
 from wyfold.layers.delta_net import DeltaMixer
 from wyfold.layers.gated_delta_net import DecayParameters
 from wyfold.layers.norm import GatedRMSNorm
+from wyfold.layers.whole import whole_layer
 from wyfold.ops.kda import chunk_kda, fused_recurrent_kda
 from wyfold.runtime import check
+from wyfold.runtime.layout import SequenceLayout
 
 
 class KimiDeltaAttention(DeltaMixer):
@@ -136,3 +138,7 @@ class KimiDeltaAttention(DeltaMixer):
 
     def read_out(self, o: Tensor, x: Tensor) -> Tensor:
         return self.norm(o, self.gate_up(self.gate_down(x)).view_as(o))
+
+    def _as_one_function(self, x: Tensor, layout: SequenceLayout | None) -> Tensor | None:
+        decay, gate = (self.decay_down, self.decay_up), (self.gate_down, self.gate_up)
+        return whole_layer(self, x, layout, decay, gate, KimiDeltaAttention)

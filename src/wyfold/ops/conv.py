@@ -85,9 +85,9 @@ def causal_conv1d(
     tensors = ConvTensors(x, weight, bias, residual, initial_state, cu)
     values = tokens, output_final_state, activation, backend
     if cp_context is None:
-        return planned(_CONV, tensors, values)
+        return planned(CONV, tensors, values)
     with ranked_call(_NAME, cp_context, x) as ranked:
-        known = find_call(_CONV, tensors, (*values, cp_context.sizes, cp_context.conv1d_kernel_size))
+        known = find_call(CONV, tensors, (*values, cp_context.sizes, cp_context.conv1d_kernel_size))
         plan = lambda *_: _make_plan(tensors, values, cp_context)
         chosen = plan() if known is None else known.plan_by(plan)
     if ranked.compares:
@@ -151,7 +151,7 @@ def _make_plan(t: ConvTensors, values: tuple[Any, ...], context: ContextParallel
     return plan.backend
 
 
-_CONV = PublicOperator(_make_plan, _run)
+CONV = PublicOperator(_make_plan, _run)
 
 
 def _trial(t: ConvTensors, output_final_state: bool, activated: bool) -> Trial:

@@ -133,7 +133,7 @@ def rms_norm_gated(
         torch.Size([2, 10, 4, 32])
     """
     values = activation, eps, norm_before_gate, round_before_weight, backend
-    return planned(_RMS_NORM_GATED, (x, g, weight, bias), values)
+    return planned(RMS_NORM_GATED, (x, g, weight, bias), values)
 
 
 def _plan_rms_norm_gated(tensors: tuple[Any, ...], values: tuple[Any, ...]) -> str:
@@ -171,7 +171,7 @@ def _run_rms_norm_gated(backend: str, tensors: tuple[Any, ...], values: tuple[An
     return found
 
 
-_RMS_NORM_GATED = PublicOperator(_plan_rms_norm_gated, _run_rms_norm_gated)
+RMS_NORM_GATED = PublicOperator(_plan_rms_norm_gated, _run_rms_norm_gated)
 
 
 def _plan(op: str, x: Tensor, backend: str | None, dtypes: tuple[torch.dtype, ...], trial: Callable[[], Trial]) -> Plan:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from wyfold.runtime import kernel_launch, torch_modes, triton_support
-from wyfold.runtime.recorder import ALL_GATHER, ALLOCATIONS, REPEATABLE, WAIT_TENSOR, OperationMode
+from wyfold.runtime.recorder import ALL_GATHER, ALLOCATIONS, PRODUCTS, REPEATABLE, WAIT_TENSOR, OperationMode
 
 THREADS = 8
 """Most threads. A call has at most six kernels."""
@@ -74,6 +74,8 @@ class _NoWrites(OperationMode):
         if name == ALL_GATHER:  # of which ranks must launch equally many
             sent, world, _ = args
             return sent.new_empty(world * sent.shape[0], *sent.shape[1:])
+        if func in PRODUCTS:
+            return kwargs["out"]
         if name in REPEATABLE and func._schema.is_mutable:
             return args[0]
         if name in ALLOCATIONS or name in REPEATABLE or func.is_view:

@@ -47,13 +47,28 @@ WRITTEN = {
 
 METHODS = {
     f"aten::{name}": getattr(Tensor, name)
-    for name in ("zero_", "fill_", "copy_", "add_", "mul", "sub", "floor_divide", "cumsum", "sum", "index_fill_")
+    for name in (
+        "zero_",
+        "fill_",
+        "copy_",
+        "add_",
+        "mul",
+        "sub",
+        "floor_divide",
+        "cumsum",
+        "sum",
+        "index_fill_",
+        "addmm_",
+    )
 }
 """Operations that a replay calls as methods, which takes a half to a tenth of the time (docs/facts/host.md, HOST-4)."""
 
 REPEATABLE = frozenset((*METHODS, *WRITTEN, "aten::_unsafe_view", "aten::arange", "aten::full"))
 """Operations that a replay calls again. Shapes of their results follow from shapes alone, and autocast does not affect
-them on the dtypes they are used with here, integers and float32."""
+them on the dtypes they are used with here, integers and float32. It never affects operations in place."""
+
+PRODUCTS: dict[Any, Callable[..., Any]] = {torch.ops.aten.mm.out: torch.mm, torch.ops.aten.addmm.out: torch.addmm}
+"""Matrix products that are written to a given tensor, `out`, which autocast does not affect either."""
 
 ALL_GATHER, WAIT_TENSOR = "_c10d_functional::all_gather_into_tensor", "_c10d_functional::wait_tensor"
 """A collective, which a replay launches again, and the wait for one, which becomes a `WaitCollective`."""
@@ -99,6 +114,12 @@ class OperationMode(TorchDispatchMode):
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Result of an operation that is not composed of others."""
         raise NotImplementedError
+
+
+def _write_product(product: Callable[..., Any], *tensors: Tensor) -> None:
+    """Write a product of all tensors but the last one to that one."""
+    *factors, out = tensors
+    product(*factors, out=out)
 
 
 class _NotRecordable(Exception):
@@ -164,6 +185,9 @@ class _Recorder(OperationMode):
                 raise _NotRecordable(f"{name} is called while a side stream is forked")
             if name in ALLOCATIONS:
                 self.add_allocation(result)
+            elif func in PRODUCTS and kwargs.keys() == {"out"}:
+                write = functools.partial(_write_product, PRODUCTS[func])
+                self.steps.append(Operation(write, tuple(map(self.view_of, (*args, result))), {}, None))
             elif func.is_view:
                 for view in (result,) if isinstance(result, Tensor) else result:
                     self.track_view(args[0], view)

@@ -244,6 +244,15 @@ class KnownCall:
         self._recordable = inside and all(map(is_, self._tensors, arguments))
         return self._recordable
 
+    def serves_function(self) -> bool:
+        """Whether this is a differentiated call, and its entry that of an autograd function; from now on it is.
+
+        The function's forward runs without autograd, so it can be recorded, although the call as a whole is never.
+        """
+        differentiated = self._held and not self._recordable
+        self._recordable = differentiated
+        return differentiated
+
     def plan_by(self, make_plan: Callable[[Any, Any], Plan]) -> Plan:
         """The plan of the calls with this key."""
         plan: Plan | None = self._entry.plan
@@ -252,6 +261,16 @@ class KnownCall:
             if not zero_positions(self._values):
                 self._entry.plan = plan
         return plan
+
+    def run(self, run: Callable[[], Any]) -> Any:
+        """Replay the call if there is a recording; else run it, and precompile or record it."""
+        if self.can_replay():
+            return self.replay()
+        if self.is_first():
+            self.precompile(run)
+        elif self.is_second():
+            return self.record(run)
+        return run()
 
     def can_replay(self) -> bool:
         """Whether there is a recording that may be replayed."""

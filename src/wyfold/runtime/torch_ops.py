@@ -247,12 +247,21 @@ class _Isolation(contextlib.ExitStack):
     def __enter__(self) -> _Isolation:
         place = self._place
         self.enter_context(_ieee_matmuls(place.type))
-        # Kernels are launched on the current device, which may not be the tensors' device.
-        if place.type == "cuda" and place.index != torch.cuda.current_device():
-            self.enter_context(torch.cuda.device(place))
+        self.enter_context(_on(place))
         if autocast_dtype(place.type) is not None:
             self.enter_context(torch.autocast(place.type, enabled=False))
         return self
+
+
+def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Context in which the device of a tensor is the current one, on which kernels are launched."""
+    return _on(x.device)
+
+
+def _on(place: torch.device) -> contextlib.AbstractContextManager[object]:
+    if place.type == "cuda" and place.index != torch.cuda.current_device():
+        return torch.cuda.device(place)
+    return contextlib.nullcontext()
 
 
 class _ieee_matmuls:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from wyfold.runtime.chunk_layout import ChunkTable
+from wyfold.tile.decay.eager import from_start
 
 HORIZON = {torch.float32: -282, torch.float64: -2103}
 """Power of two at and below which a decay erases any state: float32 holds 2^-149 to 2^128, and K is at most 128."""
@@ -54,6 +55,10 @@ def _power(G: Tensor, k: Tensor, beta: Tensor) -> Tensor:
 
 def _channel_power(G: Tensor, k: Tensor, E: Tensor, beta: Tensor) -> Tensor:
     """`_power` under a channel gate: the transition diag(total) - E^T diag(beta) k of decayed keys, row by row."""
-    decay = G.double().exp()
-    rows = beta[..., 0].double().abs() * E.double().norm(dim=-1) * (k * decay).norm(dim=-1)
-    return ((decay[:, -1].amax(-1) + rows.sum(-1)) * (1 + 1e-5)).log2()
+    rows = beta[..., 0].double().abs() * _row_norms(E) * _row_norms(from_start(k, G))
+    return ((G[:, -1].double().exp().amax(-1) + rows.sum(-1)) * (1 + 1e-5)).log2()
+
+
+def _row_norms(x: Tensor) -> Tensor:
+    """Norms of rows, at least what elements add whose squares float64 cannot hold.   [n, C] float64"""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64) + 2.0**-530
