@@ -35,7 +35,7 @@ def test_no_right_operand_is_narrow():
     assert (found["low_rank_gradients.triton"].BK, found["low_rank_gradients.triton"].BV) == (64, 64)
 
 
-@pytest.mark.parametrize("kind", ["channel", "scalar"])
+@pytest.mark.parametrize("kind", [pytest.param("channel", marks=pytest.mark.release), "scalar"])
 def test_packed_calls_compile(kind: str):
     """Packed calls have a branch for tokens past the last boundary, and the interpreter takes more than Triton."""
     made = []

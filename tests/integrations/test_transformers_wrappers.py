@@ -47,7 +47,7 @@ def test_generation_of_left_padded_prompts_gives_the_stock_tokens(name: str):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["lara_mini", "kimi_linear"])
+@pytest.mark.parametrize("name", [pytest.param("lara_mini", marks=pytest.mark.release), "kimi_linear"])
 def test_compiled_decoding_with_a_static_cache_gives_the_stock_tokens(name: str):
     """As `generate` does it on a GPU: the model is compiled as one graph."""
     from transformers import CompileConfig

@@ -57,8 +57,8 @@ def test_output_and_gradients(options, float64_bounds, same_gradients):
     float64_bounds.output("y", layer(x[:1], layout=layout), formula(layer, x[:1], layout))
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("prompt", [0, 1, CHUNK, 2 * CHUNK + 3])
+@pytest.mark.parametrize("gated", [pytest.param(False, marks=pytest.mark.release), True])
+@pytest.mark.parametrize("prompt", [0, pytest.param(1, marks=pytest.mark.release), CHUNK, 2 * CHUNK + 3])
 def test_decoding_across_chunks(prompt: int, gated: bool, float64_bounds):
     """Keys are brought forward once in a chunk, also behind a call of several tokens."""
     layer = perturbed(use_forget_gate=gated)

@@ -75,10 +75,17 @@ def check(bounds, got: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("gate", GATES)
 def test_every_length(gate: str, float64_bounds):
-    """Each length with one of the gates; every gate with the first lengths and those around a chunk and a block."""
+    """Every third length with one of the gates, and with every gate those around a chunk and a block."""
     offset = list(GATES).index(gate)
-    lengths = {*EVERY_LENGTH[offset :: len(GATES)], 1, 64, 65, 129}
-    for T in sorted(lengths):
+    for T in sorted({*EVERY_LENGTH[3 * offset :: 3 * len(GATES)], 1, 64, 65, 129}):
+        a = drawn(T, gate=gate, seed=T)
+        check(float64_bounds, measured(op, a, keys=True), measured(reference.path_attention, a, keys=True))
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("gate", GATES)
+def test_every_length_with_every_gate(gate: str, float64_bounds):
+    for T in EVERY_LENGTH:
         a = drawn(T, gate=gate, seed=T)
         check(float64_bounds, measured(op, a, keys=True), measured(reference.path_attention, a, keys=True))
 

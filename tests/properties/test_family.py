@@ -81,7 +81,7 @@ def test_gates_packed_with_empty_and_short_sequences(rule: str, form: str, gate:
 
 @pytest.mark.parametrize(("lengths", "dtype"), [([1, 16, 0, 33], torch.float32), ([65, 2], torch.bfloat16)], ids=str)
 @pytest.mark.parametrize(("rule", "form"), CASES)
-def test_packed_is_separate(rule: str, form: str, lengths: list[int], dtype: torch.dtype, threads: int, results):
+def test_packed_is_separate(rule: str, form: str, lengths: list[int], dtype: torch.dtype, results):
     op, total = operator(rule, form), sum(lengths)
     a = drawn(rule, Shape(1, total + 3, 1, 2, 24, 16), sequences=len(lengths), dtype=dtype)
     fed = fed_back(a)

@@ -43,7 +43,9 @@ def runs(monkeypatch) -> list[int]:
 # Dynamo instantiates each autograd.Function it traces, which PyTorch deprecates.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("what", "packed"), [("blocks", False), ("selective", True)], ids=["blocks", "selective, packed"]
+    ("what", "packed"),
+    [pytest.param("blocks", False, marks=pytest.mark.release), ("selective", True)],
+    ids=["blocks", "selective, packed"],
 )
 def test_recomputing_is_compiled(what, packed, runs):
     where = {"layout": SequenceLayout.from_lengths([9, 11])} if packed else {}
@@ -64,8 +66,7 @@ def test_recomputing_is_compiled(what, packed, runs):
     "pattern",
     [
         "rwkv7 rwkv7",
-        "attention",
-        *(pytest.param(x, marks=pytest.mark.release) for x in ("ttt_linear", "gla gdp", "path_attention")),
+        *(pytest.param(x, marks=pytest.mark.release) for x in ("attention", "ttt_linear", "gla gdp", "path_attention")),
     ],
 )
 def test_recomputing_is_compiled_for_every_mixer(pattern):
@@ -106,7 +107,8 @@ class Wrapper(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # read by Dynamo
 @pytest.mark.parametrize(
-    "wrapped", [pytest.param(compiled, marks=pytest.mark.release), compiled_in_place, checkpointed, Wrapper]
+    "wrapped",
+    [*(pytest.param(x, marks=pytest.mark.release) for x in (compiled, Wrapper)), compiled_in_place, checkpointed],
 )
 def test_wrapped_blocks_recompute_when_set(wrapped, runs):
     model = decoder()
