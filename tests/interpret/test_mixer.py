@@ -83,6 +83,16 @@ def test_a_graph_that_is_kept_is_read_again(device: torch.device, as_one_functio
         torch.autograd.grad(y, leaves, dy)
 
 
+def test_a_batch_of_gradients(device: torch.device, as_one_function: None):
+    """Its members are differentiated one after another, from the same saved tensors."""
+    layer, x, dy = draw("GDN", 1, 20, device)
+    leaves, members = (x, *layer.parameters()), torch.stack([dy, dy.flip(1)])
+    wanted = [torch.autograd.grad(layer(x), leaves, member) for member in members]
+    found = torch.autograd.grad(layer(x), leaves, members, is_grads_batched=True)
+    for dx, *separate in zip(found, *wanted, strict=True):
+        assert torch.equal(dx, torch.stack(separate))
+
+
 def test_tensors_that_a_hook_gets_are_not_written_over(device: torch.device, as_one_function: None):
     layer, x, dy = draw("GDN", 1, 20, device)
     saved: list[tuple[Tensor, Tensor]] = []

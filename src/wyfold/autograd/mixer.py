@@ -48,7 +48,7 @@ class Mixer(torch.autograd.Function):
         if dy is None:
             return (None,) * (2 + len(needs))
         options, tensors = ctx.options, (*ctx.saved_tensors, dy)
-        reuse = ctx.own and _read_for_the_last_time()
+        reuse = ctx.own and not getattr(ctx, "repeated", False) and _read_for_the_last_time()
         run = lambda: _backward(tensors, options, needs, reuse=reuse)
         known = find_call("mixer_bwd", tensors, (*options.values(), *needs, reuse))
         gradients = iter(run() if known is None else known.run(run))

@@ -132,7 +132,7 @@ def _backward_by_member(
     first = next(dx for dx in gradients if dx is not None and _is_batched(dx))
     size = torch._remove_batch_dim(first, level, 1, 0).shape[0]
     members = [[None] * size if dx is None else torch._remove_batch_dim(dx, level, size, 0) for dx in gradients]
-    node = _UnpackedContext(ctx)
+    node = _UnpackedContext(ctx, repeated=True)
     if check.any_requires_grad((*node.saved_tensors, *gradients)):
         raise RuntimeError(_SECOND_DERIVATIVE)
     found = [backward(node, *member) for member in zip(*members, strict=True)]
@@ -140,10 +140,14 @@ def _backward_by_member(
 
 
 class _UnpackedContext:
-    """An autograd context whose saved tensors are unpacked once. Checkpointing raises at a second unpacking."""
+    """An autograd context whose saved tensors are unpacked once. Checkpointing raises at a second unpacking.
 
-    def __init__(self, ctx: Any):
-        self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
+    Attributes:
+        repeated: Whether a backward runs more than once on it.
+    """
+
+    def __init__(self, ctx: Any, *, repeated: bool = False):
+        self._ctx, self.saved_tensors, self.repeated = ctx, ctx.saved_tensors, repeated
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)
