@@ -101,7 +101,8 @@ def _options(t: ServingTensors, flags: ServingFlags, checked: CheckedDelta) -> D
     chunk_size, every, cut = 1 if flags.each else 64, checked.every, segment_rule.WHOLE
     rule = RULES[flags.rule]
     if flags.chunked:
-        chunk_size = best_chunk_size(t.q, t.v, channel_gate=flags.channel, rule=rule.rule)
+        channel = flags.channel and (rule.rule == "delta" or t.g is not None)
+        chunk_size = best_chunk_size(t.q, t.v, channel_gate=channel, rule=rule.rule)
         every = check_checkpoints(t, flags, chunk_size, checked.sizes)
         if check.checking_contents():
             check_distinct_checkpoints(t, flags, every, checked.sizes)
