@@ -131,8 +131,8 @@ def test_explain_names_the_language_of_each_launch():
     call = next(call for call in aot.PER_ARCHITECTURE["sm_90"] if getattr(call, "segments", 0) == 4)
     with aot.pretend_gpu("sm_90", lambda *_, **__: None), call.segmented():
         plan = wyfold.explain(wyfold.chunk_gated_delta_rule, **call.arguments())
-    there = {"prepare": "gluon", "segment_summary": "gluon", "segment_fold": "triton", "scan": "gluon"}
-    back = {"prepare": "gluon", "segment_summary": "gluon", "segment_fold": "triton", "scan_bwd": "gluon"}
+    there = {"prepare": "gluon", "segment_summary": "gluon", "segment_fold": "gluon", "scan": "gluon"}
+    back = {"prepare": "gluon", "segment_summary": "gluon", "segment_fold": "gluon", "scan_bwd": "gluon"}
     for launches, wanted in ((plan.forward, there), (plan.backward, back)):
         assert {f"{stage} (wyfold.kernels.{stage}.{language})" for stage, language in wanted.items()} <= set(launches)
 

@@ -25,7 +25,7 @@ from wyfold.kernels.gradients.gluon.scalar import launch as scalar_gradients
 from wyfold.kernels.prepare.gluon import channel, scalar
 from wyfold.kernels.scan import gluon as scan
 from wyfold.kernels.scan_bwd import gluon as scan_bwd
-from wyfold.kernels.segment_fold import eager as segment_fold
+from wyfold.kernels.segment_fold import gluon as segment_fold
 from wyfold.kernels.segment_summary.gluon import backward, forward
 from wyfold.reference import inputs
 from wyfold.reference.error import judge, require
@@ -40,6 +40,7 @@ CONFIGS = (
     (scalar.launch, Config(4, 1, {})),
     (scan, Config(4, 2, {"BV": 128, "PARTS": 2, "OUT": 1})),
     (scan_bwd, Config(4, 2, {"BV": 128, "PARTS": 2, "OUT": 1})),
+    (segment_fold, Config(8, 2, {"BV": 16})),
     (forward.launch, Config(4, 2, {"BV": 128, "PARTS": 2})),
     (backward.launch, Config(4, 2, {"BV": 128, "PARTS": 2})),
     (channel_gradients, Config(4, 1, {})),
@@ -73,13 +74,8 @@ def on_the_emulator(configs: tuple[tuple[Any, Config], ...] = CONFIGS) -> Iterat
     def kernels(options: Any) -> Any:
         return options._replace(backend="triton")
 
-    def fold(*states: Any, dtype: torch.dtype, **how: Any) -> None:
-        segment_fold.segment_fold(*states, **how)
-
     def in_triton(call: KernelCall, name: str) -> Any:
-        if name in ("chunk_grid", "segment_grid"):
-            return chunk_layout
-        return SimpleNamespace(segment_fold=fold) if name == "segment_fold" else stage(call, name)
+        return chunk_layout if name in ("chunk_grid", "segment_grid") else stage(call, name)
 
     chosen = SimpleNamespace(
         forward=lambda t, options, *more: delta_chunk.forward(t, kernels(options), *more),
@@ -145,7 +141,8 @@ def compare(rule: str, a: dict[str, Any], segments: int, configs: tuple[tuple[An
     truth = results(getattr(reference, rule), wide, None, {key: x.double() for key, x in fed.items()})
     with on_the_emulator(configs) as machine, segment_rule.forced(segments):
         got = results(getattr(wyfold, f"chunk_{rule}"), a, None, fed, chunk_size=64)
-    assert ("wyfold_segment_summary_gluon" in machine.launches) == (segments > 1)
+    for name in ("summary", "fold"):
+        assert (f"wyfold_segment_{name}_gluon" in machine.launches) == (segments > 1)
     assert {"wyfold_scan_gluon", "wyfold_scan_bwd_gluon"} <= {*machine.launches}
     names = {"dinitial_state": "dh0"}
     verdicts = [judge(got[key], x, name=key, target=target(names.get(key, key), BF16)) for key, x in truth.items()]

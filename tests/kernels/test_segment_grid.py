@@ -9,7 +9,7 @@ from wyfold.kernels import table
 from wyfold.runtime import chunk_layout
 from wyfold.runtime.chunk_layout import Cut
 
-CUTS = (Cut(1, 2), Cut(1, 16), Cut(2, 3), Cut(3, 64))
+CUTS = (Cut(1, 2), Cut(1, 16), Cut(2, 3), Cut(3, 64), Cut(2, 8))
 LENGTHS = {
     "ragged": (0, 17, 1, 300, 0, 64, 63, 65, 128, 0),
     "more than a step holds": tuple(range(0, 120, 2)) + (500,),
@@ -26,7 +26,7 @@ def expected_segments(grid: chunk_layout.ChunkGrid, cut: Cut) -> list[tuple[int,
     for n in range(grid.sequences):
         held = -(-(begins[n + 1] - begins[n]) // C)
         count = cut.segments(held)
-        length = held if count == 1 else max(cut.chunks, -(-held // cut.most))
+        length = held if count == 1 else cut.length(held)
         found += [(n, begins[n] + i * length * C, chunk + i * length) for i in range(count)]
         chunk += held
     return found

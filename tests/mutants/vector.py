@@ -759,8 +759,8 @@ RUNTIME = (
         "segments may be shorter than the rule allows",
         "runtime/chunk_layout.py",
         "segment_grid",
-        ".clamp(min=cut.chunks)",
-        "",
+        "torch.full_like(chunks, cut.chunks)",
+        "torch.full_like(chunks, 1)",
         "kernels/test_segment_grid.py::test_a_packed_batch",
     ),
     Mutant(

@@ -94,6 +94,23 @@ def test_the_second_launch_of_a_kind_skips_triton(kernel: Kernel, device: Device
     ]
 
 
+def test_launches_that_overlap(kernel: Kernel):
+    """The first launch inside starts as always, and so does a kernel that does not wait. Each kind is kept apart."""
+    started = []
+    for name in ("wyfold_scan_gluon", "wyfold_scan_triton"):
+        kernel.fn.__name__ = name
+        assert not kernel_launch.overlaps()
+        with kernel_launch.overlapping_launches():
+            assert kernel_launch.overlaps()
+            for _ in range(3):
+                plain(kernel, None, A=name)
+        plain(kernel, None, A=name)
+        started.append([fixed.get("launch_pdl", False) for _, _, fixed in kernel.ordinary])
+        kernel.ordinary.clear()
+    assert started == [[False, True], [False]]
+    assert len(kernel.launcher.given) == 2 + 3
+
+
 def test_records_reach_the_launcher_as_tuples(kernel: Kernel):
     """With addresses instead of tensors; a second launch of the kind skips Triton."""
     first, second = Rows(torch.zeros(4), (4, 1), 2.0), Rows(torch.zeros(1000), (4, 1), 3.0)

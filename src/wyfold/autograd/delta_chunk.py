@@ -8,12 +8,14 @@ direction, run
 
                 segment_grid, segment_summary, segment_fold: states, or their gradients, at the segments' borders
 
+In the forward of a dense batch, whose segments all run at once, these launches follow one another on one stream. On
+Hopper each starts before the one ahead of it has ended (`kernel_launch.overlapping_launches`). Otherwise
 `segment_summary`, `segment_fold` and the scan that reads their results run on a high-priority side stream. Meanwhile
 the main stream runs what needs no fold: in the forward the scan of the segments that begin a sequence, in the backward
 the half of `scan_bwd` that recomputes states. A backward with much memory at the chunks' borders takes some heads after
 the others (`head_parts`). States, maps and gradients at segment borders are stored K-last, [V, K];
 launches get the [K, V] view, `.mT`. Of states in slots of a pool, a forward in segments first copies those that enter,
-with `state_pool` on the side stream beside `prepare`.
+with `state_pool`, for a packed batch on the side stream beside `prepare`.
 
 The host never waits for the device: grids and buffers are sized by capacity, and kernels read the boundaries.
 """
@@ -36,10 +38,10 @@ from wyfold.autograd.delta_records import (
     pass_through,
 )
 from wyfold.autograd.head_parts import HeadPart, head_parts
-from wyfold.autograd.kernel_call import KernelCall
+from wyfold.autograd.kernel_call import KernelCall, backward_factors, factors_from_list
 from wyfold.autograd.row_alignment import contiguous_for_tma
 from wyfold.kernels import table
-from wyfold.kernels.records import GradientOutputs, Prepared, Slots, TokenBorders
+from wyfold.kernels.records import GradientOutputs, Slots, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid, max_chunks
 from wyfold.runtime.kernel_configs import processors
 from wyfold.runtime.options import DeltaOptions
@@ -66,27 +68,41 @@ def forward(
     """
     call, result = KernelCall(t, options), empty_result(t, options, out)
     t, call.grid = call.t, grid or call.chunk_grid()
-    if call.segment_grid is not None:
-        call.segments = call.segment_grid()
     if t.v.numel() == 0:
         if options.final_state:
             pass_through(t.initial_state, result.final_state)
         return result, saved(t, options)
+    if call.segment_grid is None or t.cu_seqlens is not None:
+        return _forward(call, result, slots)
+    with call.overlapping_launches():
+        return _forward(call, result, slots)
+
+
+def _forward(call: KernelCall, result: DeltaResult, slots: Slots | None) -> tuple[DeltaResult, list[Tensor]]:
+    """Run the forward of a call with tokens, whose chunk grid is known; the results are as of `forward`."""
+    t, options, dense = call.t, call.options, call.t.cu_seqlens is None
     entering, leaving = t.initial_state, result.final_state if options.final_state else None
     if slots is not None:
         entering, leaving = slots.entering, slots.leaving
     keep = options.save and options.keep_factors
     prepare = partial(call.prepare, result.o, backward=keep, forward=True, clear=True)
-    if slots is None or entering is None or call.segments is None:
+    copy = None
+    if slots is not None and entering is not None and call.segment_grid is not None:
+        copied = entering.new_empty(call.grid.sequences, *entering.shape[1:], dtype=options.state_dtype)
+        copy = partial(call.stage("state_pool").enter, entering, slots, copied)
+        entering = copied
+    if copy is not None and dense:
+        copy()
+    if call.segment_grid is not None:
+        call.segments = call.segment_grid()
+    if copy is None or dense:
         prepared = prepare()
     else:
         # Copied beside `prepare`, which does not read them.
-        copied = entering.new_empty(call.grid.sequences, *entering.shape[1:], dtype=options.state_dtype)
-        with fork_side_stream(copied.device) as on_side:
+        with fork_side_stream(result.o.device) as on_side:
             with on_side:
-                call.stage("state_pool").enter(entering, slots, copied)
+                copy()
             prepared = prepare()
-        entering = copied
     states = first = None
     if options.checkpoint_every:
         rows = result.states if t.cu_seqlens is not None else result.states.flatten(0, 1)
@@ -103,6 +119,10 @@ def forward(
         slots=slots,
     )
     if call.segments is None:
+        scan()
+    elif dense:
+        call.summary(k, v, prepared, initial, *at_borders)
+        call.fold(*at_borders, reverse=False)
         scan()
     else:
         with fork_side_stream(o.device) as on_side:
@@ -224,20 +244,3 @@ def _write_gradients(call: KernelCall, do: Tensor, borders: TokenBorders, wanted
         gradients = table.selected_module("gradients", call.options.backend, key, t.q.device).gradients
         inputs = t.q, t.k, t.g, t.beta, call.A_log, call.dt_bias
         gradients(*inputs, do, borders, call.grid, call.options, key, GradientOutputs(*tokens))
-
-
-def backward_factors(prepared: Prepared) -> list[Tensor]:
-    """List the factors that the backward reads."""
-    if prepared.rows_bwd is not None:
-        prepared = prepared._replace(rows=prepared.rows_bwd, FB=None, rows_bwd=None)
-    return factors_to_list(prepared)
-
-
-def factors_to_list(prepared: Prepared) -> list[Tensor]:
-    """Return the factors as a list of tensors; a 1-D tensor stands for None."""
-    return [prepared.rows.new_empty(0) if x is None else x for x in prepared]
-
-
-def factors_from_list(factors: list[Tensor]) -> Prepared:
-    """The inverse of `factors_to_list`."""
-    return Prepared(*(None if x.ndim == 1 else x for x in factors))  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
-"""A call of the chunk kernels: the inputs of its launches, and the launches that both directions make."""
+"""A call of the chunk kernels: inputs of its launches, the launches that both directions make, and saved factors."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ from wyfold.autograd.delta_records import DeltaResult, DeltaTensors, most_border
 from wyfold.autograd.row_alignment import aligned, contiguous_for_tma
 from wyfold.kernels import table
 from wyfold.kernels.records import Prepared
-from wyfold.runtime import check
+from wyfold.runtime import check, kernel_launch
 from wyfold.runtime.chunk_layout import ChunkGrid, Segments
 from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.layout import legal_boundaries
@@ -77,6 +78,10 @@ class KernelCall:
     def scan_grid(self) -> ChunkGrid:
         """Grid of the scans: the segments' if sequences are cut, else the sequences'."""
         return self.grid if self.segments is None else self.segments.grid
+
+    def overlapping_launches(self) -> contextlib.AbstractContextManager[None]:
+        """Context of launches on one stream, each of which starts before the one ahead of it has ended, on Hopper."""
+        return kernel_launch.overlapping_launches() if self.uses_tma else contextlib.nullcontext()
 
     def buffer(self, x: Tensor) -> Tensor:
         """View x [B, T, ...] as the scans read it: [1, B T, ...] if there are segments, which index one buffer."""
@@ -154,7 +159,8 @@ class KernelCall:
         segments = self.segments
         if divided is not None and segments is not None:
             segments = replace(segments, divided=divided)
-        self.stage("segment_fold").segment_fold(states.mT, maps.mT, segments, reverse=reverse, dtype=self.t.k.dtype)
+        fold = table.selected_module("segment_fold", self.options.backend, self.key, self.t.k.device).segment_fold
+        fold(states.mT, maps.mT, segments, reverse=reverse, dtype=self.t.k.dtype)
 
     def k_first(self, states: Tensor | None) -> Tensor | None:
         """View the caller's states K-first; None for None."""
@@ -165,3 +171,20 @@ def _aligned(t: DeltaTensors) -> DeltaTensors:
     """The tensors with q, k and g in rows that kernels read as vectors; t itself if they are."""
     q, k, g = aligned(t.q), aligned(t.k), aligned(t.g)
     return t if q is t.q and k is t.k and g is t.g else t._replace(q=q, k=k, g=g)
+
+
+def backward_factors(prepared: Prepared) -> list[Tensor]:
+    """List the factors that the backward reads."""
+    if prepared.rows_bwd is not None:
+        prepared = prepared._replace(rows=prepared.rows_bwd, FB=None, rows_bwd=None)
+    return factors_to_list(prepared)
+
+
+def factors_to_list(prepared: Prepared) -> list[Tensor]:
+    """Return the factors as a list of tensors; a 1-D tensor stands for None."""
+    return [prepared.rows.new_empty(0) if x is None else x for x in prepared]
+
+
+def factors_from_list(factors: list[Tensor]) -> Prepared:
+    """The inverse of `factors_to_list`."""
+    return Prepared(*(None if x.ndim == 1 else x for x in factors))  # type: ignore[arg-type]

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from wyfold.autograd.delta import TENSORS_SCHEMA
-from wyfold.autograd.delta_chunk import backward_factors
 from wyfold.autograd.delta_records import INITIAL_STATE, TENSORS, DeltaBackwardInputs, DeltaTensors
+from wyfold.autograd.kernel_call import backward_factors
 from wyfold.context_parallel import delta_segment_launches as launches
 from wyfold.context_parallel.delta_rank import Exchange, RankBackwardInputs, RankCall
 from wyfold.context_parallel.delta_segment_launches import Saved, SegmentsCall

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wyfold.autograd.delta_chunk import backward_factors, factors_from_list, token_gradients
+from wyfold.autograd.delta_chunk import token_gradients
 from wyfold.autograd.delta_records import INITIAL_STATE, DeltaBackwardInputs, DeltaTensors
-from wyfold.autograd.kernel_call import KernelCall
+from wyfold.autograd.kernel_call import KernelCall, backward_factors, factors_from_list
 from wyfold.autograd.row_alignment import contiguous_for_tma
 from wyfold.context_parallel.collectives import AllGather
 from wyfold.context_parallel.delta_rank import Exchange

@@ -84,7 +84,9 @@ STAGES = (
     "low_rank_gradients",
     "low_rank_recurrent",
 )
-GLUON_STAGES = ("prepare", "segment_summary", "scan", "scan_bwd", "gradients", "recurrent", "ttt", "low_rank_prepare")
+GLUON_STAGES = tuple(
+    "prepare segment_summary segment_fold scan scan_bwd gradients recurrent ttt low_rank_prepare".split()
+)
 COVERS = {"recurrent": ("prepare",), "low_rank_recurrent": ("low_rank_prepare",), "scan": ("state_pool",)}
 """Stages whose kernels fuse the work of other stages: `DispatchEntry.covers`."""
 

@@ -193,10 +193,12 @@ class Cut(NamedTuple):
     """Rule for cutting long sequences into segments: runs of whole chunks that are scanned in parallel.
 
     A sequence of n chunks is left whole if n < CUT_FROM * chunks. Otherwise it is cut after every
-    max(chunks, ceil(n / most)) chunks. Only the length of the sequence matters, not the rest of the batch.
+    max(shortest, ceil(n / most)) chunks, where shortest is `chunks`, or less if n / SHORT chunks are fewer and `most`
+    is at least SHORT. Only the length of the sequence matters, not the rest of the batch.
 
     Attributes:
-        chunks: Fewest chunks of a segment other than the last of its sequence; 0 if nothing is cut.
+        chunks: Fewest chunks of a segment other than the last, in a sequence of more than SHORT segments; 0 if nothing
+            is cut.
         most: Most segments of a sequence.
     """
 
@@ -211,11 +213,15 @@ class Cut(NamedTuple):
         """Chunks of every segment of a sequence of so many chunks, except its last segment."""
         if not self.chunks or chunks < CUT_FROM * self.chunks:
             return max(1, chunks)
-        return max(self.chunks, -(-chunks // self.most))
+        shortest = self.chunks if self.most < SHORT else min(self.chunks, -(-chunks // SHORT))
+        return max(shortest, -(-chunks // self.most))
 
 
 CUT_FROM = 4
 """Fewest segments into which a sequence is cut."""
+
+SHORT = 8
+"""Most segments of a sequence that may be shorter than `Cut.chunks`."""
 
 
 @dataclass(frozen=True)
@@ -253,14 +259,23 @@ def max_borders(batch: int, tokens: int, chunk_size: int, packed: bool, cut: Cut
     """Number of borders of a dense batch, or an upper bound for a packed batch; from sizes alone."""
     if not packed:
         return batch * (cut.segments(-(-tokens // chunk_size)) - 1)
-    return tokens // (chunk_size * cut.chunks) if cut.segments(-(-tokens // chunk_size)) > 1 else 0
+    if cut.segments(-(-tokens // chunk_size)) == 1:
+        return 0
+    # Of one sequence: a border for each `chunks` full chunks, or at most SHORT - 1 from CUT_FROM * chunks chunks on.
+    few = SHORT - 1 if cut.most >= SHORT else 0
+    return max(tokens // (chunk_size * cut.chunks), few * tokens // _fewest_tokens(chunk_size, cut))
+
+
+def _fewest_tokens(chunk_size: int, cut: Cut) -> int:
+    """Tokens of the shortest sequence that is cut."""
+    return (CUT_FROM * cut.chunks - 1) * chunk_size + 1
 
 
 def max_divided(grid: ChunkGrid, cut: Cut) -> int:
     """Number of sequences of a dense batch that are cut, or an upper bound for a packed batch."""
     if grid.cu is None:
         return grid.sequences if cut.segments(grid.per_sequence) > 1 else 0
-    return min(grid.sequences, grid.tokens // ((CUT_FROM * cut.chunks - 1) * grid.chunk_size + 1))
+    return min(grid.sequences, grid.tokens // _fewest_tokens(grid.chunk_size, cut))
 
 
 def expected_segments(sequences: int, tokens: int, chunk_size: int, cut: Cut) -> int:
@@ -291,7 +306,10 @@ def segment_grid(grid: ChunkGrid, cut: Cut, device: torch.device) -> Segments:
     begins = torch.arange(N + 1, device=device) * grid.tokens if grid.cu is None else grid.cu[: N + 1]
     chunks = (begins.diff() + (C - 1)) // C
     long = chunks >= CUT_FROM * cut.chunks
-    length = torch.where(long, ((chunks + (cut.most - 1)) // cut.most).clamp(min=cut.chunks), chunks.clamp(min=1))
+    shortest = torch.full_like(chunks, cut.chunks)
+    if cut.most >= SHORT:
+        shortest = torch.minimum(shortest, (chunks + (SHORT - 1)) // SHORT)
+    length = torch.where(long, torch.maximum((chunks + (cut.most - 1)) // cut.most, shortest), chunks.clamp(min=1))
     first, before = chunks.new_zeros(N + 1), chunks.new_zeros(N + 1)
     counts = ((chunks + (length - 1)) // length).clamp(min=1)
     torch.cumsum(counts, 0, out=first[1:])

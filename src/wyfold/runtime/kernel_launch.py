@@ -33,7 +33,20 @@ _launches: dict[tuple[Any, ...], CompiledLaunch] = {}
 """Kernel, device, specialization of the arguments, constexprs and options -> the launch."""
 
 _thread = threading.local()
-"""State of a thread: `observer`, `step_map` and `collector` of the contexts below, and `entered`. Each may be unset."""
+"""State of a thread: `observer`, `step_map`, `collector`, `overlap` of the contexts below, and `entered`; or unset."""
+
+WAITING = frozenset(
+    f"wyfold_{name}"
+    for name in (
+        "segment_grid_triton",
+        "prepare_gluon",
+        "prepare_channel_gluon",
+        "segment_summary_gluon",
+        "segment_fold_gluon",
+        "scan_gluon",
+    )
+)
+"""Kernels that may start before the launch ahead of them has ended, and wait for its end themselves."""
 
 
 def launch_kernel(kernel: Any, programs: int, /, *arguments: Any, **named: Any) -> None:
@@ -58,6 +71,8 @@ def launch_kernel(kernel: Any, programs: int, /, *arguments: Any, **named: Any) 
     by_triton = not hasattr(kernel, "device_caches") or has_launch_hooks(kernel)
     if not by_triton:
         arguments = _by_position(kernel, arguments, named)
+        if overlaps():
+            named |= _dependent_launch(kernel)
     specialization = None if by_triton else _specialization(arguments)
     if specialization is None:
         if collector is None:
@@ -218,6 +233,36 @@ def has_launch_hooks(*kernels: Any) -> bool:
         )
     except AttributeError:
         return True
+
+
+# --- launches that overlap
+
+
+@contextlib.contextmanager
+def overlapping_launches() -> Iterator[None]:
+    """Start this thread's launches before the ones ahead of them have ended (programmatic dependent launch).
+
+    Only the kernels of `WAITING` start early. Each of them waits for the end of the launch ahead before it reads what
+    that launch wrote, and ends after it. So when a launch starts, everything before the one ahead of it has ended: it
+    may read the results of these launches at once. The first launch inside starts as always, and so does every launch
+    on another stream. The GPU is Hopper or newer.
+    """
+    _thread.overlap = 0
+    try:
+        yield
+    finally:
+        _thread.overlap = None
+
+
+def overlaps() -> bool:
+    """Whether `overlapping_launches` is in force on this thread."""
+    return getattr(_thread, "overlap", None) is not None
+
+
+def _dependent_launch(kernel: Any) -> dict[str, bool]:
+    """Options of the next launch in `overlapping_launches`."""
+    _thread.overlap += 1
+    return {"launch_pdl": True} if _thread.overlap > 1 and kernel.fn.__name__ in WAITING else {}
 
 
 # --- recording and dry runs

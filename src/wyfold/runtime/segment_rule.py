@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from wyfold.runtime.chunk_layout import CUT_FROM, Cut
+from wyfold.runtime.chunk_layout import CUT_FROM, SHORT, Cut
 
 SHORTEST = 4096
 """Tokens of the shortest sequence that is cut. Its last chunk counts as full."""
@@ -45,8 +45,9 @@ def cut(
 
     - A sequence has at most processors / (batch heads ceil(V / 64)) segments, rounded down, so that the segments of all
       rows run at once. A batch that fills the GPU without segments would only pay for their summaries.
-    - No segment is shorter than SHORTEST / CUT_FROM tokens, or twice that where fewer than 2 CUT_FROM segments run at
-      once. Shorter ones gain a tenth at most, and batches of many sequences lose more to the summaries.
+    - At most SHORT segments of a sequence are shorter than SHORTEST / CUT_FROM tokens: more of them lose at slow gates,
+      which fold every border. Where fewer than SHORT segments run at once, none is shorter than twice that, because
+      batches of many sequences lose more to the summaries.
     - A sequence is cut only into CUT_FROM segments or more: half as many gain nothing over the work that they add.
     - With widths above WIDEST, states fill a program's registers, and sequences are not cut.
 
@@ -68,7 +69,7 @@ def cut(
     while at_once >= CUT_FROM and at_once * programs * batch > processors:  # to compilers, batch may be symbolic
         at_once -= 1
     most = min(at_once, max_splits or at_once)
-    shortest = SHORTEST // CUT_FROM * (1 if at_once >= 2 * CUT_FROM else 2)
+    shortest = SHORTEST // CUT_FROM * (1 if at_once >= SHORT else 2)
     return Cut(shortest // chunk_size, most) if most >= CUT_FROM else WHOLE
 
 
@@ -79,8 +80,8 @@ _forced: list[Cut] = []
 def forced(segments: int, chunks: int = 1) -> Iterator[None]:
     """Cut sequences of at least CUT_FROM * chunks chunks into `segments` segments, for tests and measurements.
 
-    Applies to every backend and every thread until the context ends. No segment gets shorter than `chunks` chunks; a
-    sequence that is too short for that has fewer segments.
+    Applies to every backend and every thread until the context ends. If there are more than SHORT segments, none gets
+    shorter than `chunks` chunks; a sequence that is too short for that has fewer of them.
     """
     _forced.append(Cut(chunks, segments))
     try:

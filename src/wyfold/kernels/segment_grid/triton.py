@@ -7,9 +7,19 @@ from dataclasses import replace
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from wyfold.runtime.chunk_layout import CUT_FROM, ChunkGrid, Cut, Segments, expected_segments, max_borders, max_divided
-from wyfold.runtime.kernel_launch import launch_kernel
+from wyfold.runtime.chunk_layout import (
+    CUT_FROM,
+    SHORT,
+    ChunkGrid,
+    Cut,
+    Segments,
+    expected_segments,
+    max_borders,
+    max_divided,
+)
+from wyfold.runtime.kernel_launch import launch_kernel, overlaps
 
 BN, BS = 32, 32  # sequences of a step, segments of a program
 
@@ -50,7 +60,9 @@ def segment_grid(grid: ChunkGrid, cut: Cut, device: torch.device) -> Segments:
         BN=BN,
         BS=BS,
         CUT_FROM=CUT_FROM,
+        SHORT=SHORT,
         PACKED=packed,
+        OVERLAPS=overlaps(),
         num_warps=4,
         num_stages=1,
         enable_fp_fusion=True,
@@ -82,9 +94,13 @@ def wyfold_segment_grid_triton(
     BN: tl.constexpr,
     BS: tl.constexpr,
     CUT_FROM: tl.constexpr,
+    SHORT: tl.constexpr,
     PACKED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One program owns BS segments and as many borders; program 0 also writes the sequences."""
+    if OVERLAPS:
+        gdc_launch_dependents()
     pid = tl.program_id(0).to(tl.int64)
     o_s = pid * BS + tl.arange(0, BS)
     N = N.to(tl.int64)
@@ -102,7 +118,8 @@ def wyfold_segment_grid_triton(
         b_from, b_from_chunk = _place(p_cu, p_first, o_n, N, T, per_sequence, PACKED)
         b_to, _ = _place(p_cu, p_first, o_n + 1, N, T, per_sequence, PACKED)
         b_n = (b_to - b_from + (BT - 1)) // BT
-        b_length = tl.maximum((b_n + (most - 1)) // most, chunks)
+        b_shortest = tl.where(most < SHORT, chunks, tl.minimum((b_n + (SHORT - 1)) // SHORT, chunks))
+        b_length = tl.maximum((b_n + (most - 1)) // most, b_shortest)
         b_length = tl.where(b_n >= CUT_FROM * chunks, b_length, tl.maximum(b_n, 1))
         b_count = tl.where(m_n, tl.maximum((b_n + b_length - 1) // b_length, 1), 0)
         b_after = before + tl.cumsum(b_count, 0)
@@ -128,6 +145,8 @@ def wyfold_segment_grid_triton(
     tl.store(p_sequence + o_s, b_sequence, mask=m_s)
     tl.store(p_segment_cu + o_s, b_token, mask=m_s)
     tl.store(p_segment_chunk + o_s, b_chunk, mask=m_s)
+    if OVERLAPS:
+        gdc_wait()
 
 
 @triton.jit

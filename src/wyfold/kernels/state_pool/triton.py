@@ -9,12 +9,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from wyfold.kernels.records import Slots
 from wyfold.kernels.state_pool.eager import entered
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import Config, LaunchKey, tuned
-from wyfold.runtime.kernel_launch import launch_kernel
+from wyfold.runtime.kernel_launch import launch_kernel, overlaps
 from wyfold.tile.index.triton import TokenRows, store_tokens, strides
 
 CLEAR_ROWS: tl.constexpr = tl.constexpr(16)
@@ -148,6 +149,7 @@ def _copy(
         V=1 if o is None else o.shape[3],
         BV=1 if o is None else triton.next_power_of_2(o.shape[3]),
         ENTERING=entering,
+        OVERLAPS=entering and overlaps(),
         **config.options(),
     )
 
@@ -177,8 +179,11 @@ def wyfold_state_pool_triton(
     V: tl.constexpr,
     BV: tl.constexpr,
     ENTERING: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One program owns BN numbers of one head's state."""
+    if OVERLAPS:
+        gdc_launch_dependents()
     PIECES: tl.constexpr = (NUMBERS + BN - 1) // BN
     pid = tl.program_id(0).to(tl.int64)
     i_piece, i_hv, i_n = pid % PIECES, (pid // PIECES) % HV, pid // (PIECES * HV)

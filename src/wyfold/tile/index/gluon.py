@@ -136,3 +136,17 @@ def token_tile(p, s, at, h, K: gl.constexpr, BT: gl.constexpr):
     first = p + (at.b * s[0] + at.t * s[1] + h * s[2])
     offsets = o_r.to(gl.int64)[:, None] * s[1] + o_k.to(gl.int64)[None, :] * s[3]
     return gl.load(first + offsets, mask=(o_r < at.rows)[:, None] & (o_k >= 0)[None, :], other=0.0)
+
+
+@gluon.jit
+def wait_for_launch_ahead():
+    """Wait until the launch ahead has ended, in `kernel_launch.overlapping_launches`; elsewhere it has."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def start_next_launch():
+    """Let the next launch start as soon as every program has come here, if it is one that waits for this one's end."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )

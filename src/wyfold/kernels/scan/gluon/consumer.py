@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from wyfold.kernels.pipeline.gluon import layouts, load_state, next_stage, release, stage_before, store_state
 from wyfold.tile.decay.gluon import chunk_decay
-from wyfold.tile.index.gluon import barrier, clear_rows, tma_store
+from wyfold.tile.index.gluon import barrier, clear_rows, tma_store, wait_for_launch_ahead
 
 
 class Globals(NamedTuple):
@@ -59,6 +59,8 @@ def consumer(gmem, ring, smem, coords, part, SIZES: gl.constexpr):
     LS: gl.constexpr = layouts(SIZES.K, SIZES.BT, gl.num_warps()).state
     span, state, states, segments = coords.span, coords.state, gmem.states, gmem.segments
     row = span.column + part * BW
+    if segments.borders is not None:
+        wait_for_launch_ahead()
     # The state enters at the border before the segment.
     S = load_state(
         states.S0, states.s_S0, state.n, state.begins, segments.borders, segments.s_borders, state.border - 1,

@@ -76,7 +76,7 @@ def scan(
         first_state: [N] int64 first row in `states` of each sequence.
         segments: Layout of the segments, whose sequences are those of the states; None if no sequence is cut.
         borders: [borders, HV, K, V] view, states entering the segments that do not begin a sequence.
-        from_borders: Whether to run only those segments, or only the others; None if no sequence is cut.
+        from_borders: Whether to run only those segments, or only the others; None for all.
         slots: Uses `source`, `target`, `given`, `pad`. If given, `final_state` is a view of the pool, and so is
             `initial_state` if no sequence is cut. Each sequence writes one slot, which no other reads. o is zero for
             sequences without a live slot. None: states are indexed by sequence.
@@ -177,7 +177,7 @@ def sequences_to_run(
 
     Unused borders select segments without a token.
     """
-    if segments is None:
+    if segments is None or from_borders is None:
         return None, 0, grid.sequences
     return (segments.leading, 1, segments.borders) if from_borders else (segments.first, 0, segments.sequences)
 

@@ -13,7 +13,17 @@ from wyfold.kernels.prepare.gluon.channel.gates import sum_gates
 from wyfold.kernels.prepare.gluon.channel.grams import decayed_grams
 from wyfold.kernels.prepare.gluon.channel.rows import load_beta, store_row_numbers
 from wyfold.kernels.prepare.gluon.channel.smem import allocate, init_barriers, load_gates, load_tokens
-from wyfold.tile.index.gluon import barrier, clear_tokens, quarters, reinterpret, tma_store, tma_store_upper, token_tile
+from wyfold.tile.index.gluon import (
+    barrier,
+    clear_tokens,
+    quarters,
+    reinterpret,
+    start_next_launch,
+    tma_store,
+    tma_store_upper,
+    token_tile,
+    wait_for_launch_ahead,
+)
 from wyfold.tile.index.triton import TokenRows, chunk_span
 from wyfold.tile.inverse.gluon import invert_diagonal_blocks
 
@@ -61,6 +71,7 @@ def wyfold_prepare_channel_gluon(
     SLIM: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
     CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     ONE: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    start_next_launch()
     pid = gl.program_id(0)
     # Where every chunk is full, the chunk's number gives its first token: no load waits for a division.
     TOKEN_FROM_PID: gl.constexpr = FULL and USE_TMA
@@ -146,6 +157,7 @@ def wyfold_prepare_channel_gluon(
             tma_store_upper(x_W, tile, out, 3)
         phase = phase ^ 1
     tma.store_wait(pendings=0)
+    wait_for_launch_ahead()
     # The memory of an mbarrier must not be reused (docs/facts/hopper.md, KDA-NAN-1).
     gates_ready._keep_alive()
     tokens_ready._keep_alive()

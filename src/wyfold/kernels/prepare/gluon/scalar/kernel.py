@@ -24,7 +24,13 @@ from wyfold.kernels.prepare.gluon.scalar.stores import store_factors
 from wyfold.tile.activation.triton import sigmoid
 from wyfold.tile.decay.triton import log_gate
 from wyfold.tile.dot.gluon import add, mm_pairs_async
-from wyfold.tile.index.gluon import barrier, clear_tokens, reinterpret
+from wyfold.tile.index.gluon import (
+    barrier,
+    clear_tokens,
+    reinterpret,
+    start_next_launch,
+    wait_for_launch_ahead,
+)
 from wyfold.tile.index.triton import TokenRows, chunk_span
 from wyfold.tile.inverse.gluon import invert_columns, invert_diagonal_blocks, join4_columns
 
@@ -72,6 +78,7 @@ def wyfold_prepare_gluon(
     LB: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     AC: gl.constexpr = gl.DotOperandLayout(0, LC, 2)
 
+    start_next_launch()
     pid = gl.program_id(0)
     i_tile = pid.to(gl.int64)
     i_c, i_hv = (pid // HV).to(gl.int64), (pid % HV).to(gl.int64)
@@ -153,6 +160,7 @@ def wyfold_prepare_gluon(
         F = mm_pairs_async(highs[m], lows[m], P.index(m), P.index(4 + m), F, True, AC)
     F = warpgroup_mma_wait(0, deps=[F])
     store_factors(x_F, x_W, x_FB, F, numbers, out, pid, LC)
+    wait_for_launch_ahead()
     # The memory of an mbarrier must not be reused (docs/facts/hopper.md, KDA-NAN-1).
     k_ready._keep_alive()
     q_ready._keep_alive()

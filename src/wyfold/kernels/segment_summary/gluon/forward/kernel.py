@@ -12,6 +12,7 @@ from wyfold.kernels.segment_summary.gluon.forward.consumer import Globals, consu
 from wyfold.kernels.segment_summary.gluon.forward.producer import producer
 from wyfold.kernels.segment_summary.gluon.forward.zeros import Smem, write_flag
 from wyfold.tile.decay.horizon.gluon import chunks_in_reach
+from wyfold.tile.index.gluon import start_next_launch, wait_for_launch_ahead
 from wyfold.tile.index.triton.slots import segment_coords
 
 
@@ -54,6 +55,8 @@ def wyfold_segment_summary_gluon(
     HV: gl.constexpr = SIZES.HV
     NV: gl.constexpr = SIZES.V // SIZES.BV
     NK: gl.constexpr = SIZES.K // SIZES.BV
+    wait_for_launch_ahead()
+    start_next_launch()
     pid = gl.program_id(0).to(gl.int64)
     of_M = gl.num_programs(0) // (NV + NK) * NV
     of_H = (pid < of_M).to(gl.int32)
