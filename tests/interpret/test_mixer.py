@@ -194,7 +194,20 @@ def _frozen(layer: Any) -> None:
     layer.requires_grad_(False)
 
 
-CHANGES = (_hooked, _replaced, _wrapped, _biased, _frozen)
+def _computing(layer: Any) -> None:
+    chunk, recurrent = layer.operators
+    layer.operators = (lambda *rows, **options: chunk(*rows, **options)), recurrent
+
+
+def _reading_out(layer: Any) -> None:
+    layer.read_out = type(layer).read_out.__get__(layer)
+
+
+def _normalising(layer: Any) -> None:
+    layer.norm.backend = "eager"
+
+
+CHANGES = (_hooked, _replaced, _wrapped, _biased, _frozen, _computing, _reading_out, _normalising)
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -55,7 +55,8 @@ def whole_layer(
         layer: A `DeltaMixer`.
         x, layout: As its forward takes them.
         decay, gate: Projections of the decay and of the output gate, of which the first may be absent.
-        defined: Class whose methods define the gate and the norm; a subclass with other ones runs as modules.
+        defined: Class whose operators and methods define the rule, the gate and the norm; a layer with other ones runs
+            as modules.
     """
     if (
         torch.compiler.is_compiling()
@@ -66,6 +67,10 @@ def whole_layer(
         return None
     kind: Any = type(layer)
     if layer.updates != 1 or kind.gate_arguments is not defined.gate_arguments or kind.read_out is not defined.read_out:
+        return None
+    if layer.operators is not defined.operators or "read_out" in layer.__dict__ or "gate_arguments" in layer.__dict__:
+        return None
+    if layer.conv.backend != layer.backend or layer.norm.backend != layer.backend:
         return None
     linear = layer.qkv, layer.beta, *decay, gate[0], layer.out
     if not are_plain(*linear, gate[1], layer.conv, layer.norm):
