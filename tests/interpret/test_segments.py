@@ -277,7 +277,7 @@ def test_lengths_known_to_the_host(device, results, monkeypatch):
     assert wyfold.explain(wyfold.chunk_gdn, **a | {"cu_seqlens": moved, "cu_seqlens_cpu": moved.cpu()}).segments > 1
 
 
-@pytest.mark.parametrize("length, count", [(112, 1), (113, 4), (128, 4)])
+@pytest.mark.parametrize("length, count", [(112, 1), (113, 8), (128, 8)])
 def test_a_sequence_alone_is_counted_by_chunks_like_a_packed_one(length: int, count: int, device, results, monkeypatch):
     monkeypatch.setattr(segment_rule, "SHORTEST", 128)
     a = packed("gated_delta_rule", (length, 40), device)
