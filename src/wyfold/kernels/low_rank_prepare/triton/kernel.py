@@ -35,7 +35,7 @@ from wyfold.tile.index.triton import (
     store_tokens,
     store_upper,
 )
-from wyfold.tile.inverse.triton import inverse_transposed
+from wyfold.tile.inverse.triton import inverse_transposed, inverse_transposed_whole
 
 
 @triton.jit(do_not_specialize=["N", "T", "per_sequence", "clear", "backward"])
@@ -87,9 +87,14 @@ def wyfold_low_rank_prepare_triton(
     norms = row_factors(tokens, at, heads, strength, i_hv, SIZES, FLAGS.NORM, BEFORE)
     # Rows of the grams are the erasing rows, then the queries: with 64, Hopper's matrix unit reads shared memory.
     b_APb, b_APk = tl.zeros((2 * BT, BT), tl.float32), tl.zeros((2 * BT, BT), tl.float32)
+    # Narrow sums of one addend are kept for what is behind the inverse; wide ones would spill.
+    KEEP: tl.constexpr = BK >= K and BE == BK and K <= 64 and OP == tl.bfloat16
+    b_rest = tl.zeros((BT, BE), tl.float32)
     for column in tl.range(0, K, BK, num_stages=STAGES):
         sums = load_chunk_sums(gate, at, i_hv, column, opaque_zero, ACTIVATION, K, BT, BK, OP)
         b_p = to_loaded_layout(since_anchor(sums, 0), factors.total, opaque_zero)
+        if KEEP:
+            b_rest = chunk_total(sums).reshape(1, BK) - b_p
         b_row, b_column = anchored(b_p, 0, PRECISION)
         b_q = scale_rows(load_rows(tokens.q, tokens.s_q, at, heads.k, column, 0, K, BT, BK, 0), norms.q) * b_row
         b_a = erasing_rows(tokens, early, heads, norms.early, column, 0, RULE, SIZES, BK, 0) * b_row
@@ -132,7 +137,10 @@ def wyfold_low_rank_prepare_triton(
     b_L = -_erasing_gram(b_L, BEFORE)
     b_PbT = tl.trans(tl.where(o_s <= o_r, b_P, 0.0))
     # Only substitution reads the first, no tile product.
-    b_AT = inverse_transposed(b_L, tl.trans(b_L), BT, EXACT, SIZES.WARPS)
+    if TWO and BT == 32 and OP == tl.bfloat16:
+        b_AT = inverse_transposed_whole(b_L, tl.trans(b_L), BT, EXACT, SIZES.WARPS)
+    else:
+        b_AT = inverse_transposed(b_L, tl.trans(b_L), BT, EXACT, SIZES.WARPS)
     store_upper(factors.F, i_tile, mm_exact(b_AT, b_PbT, None, EXACT), BT)
     if backward:
         store_upper(factors.A, i_tile, b_AT, BT)
@@ -147,8 +155,10 @@ def wyfold_low_rank_prepare_triton(
         b_rows = interleave(b_AT, b_RT)
 
     for column in tl.range(0, K, BE, num_stages=STAGES):
-        sums = load_chunk_sums(gate, at, i_hv, column, opaque_zero, ACTIVATION, K, BT, BE, OP)
-        b_out = tl.exp2(to_loaded_layout(chunk_rest(sums), factors.total, opaque_zero))
+        if not KEEP:
+            sums = load_chunk_sums(gate, at, i_hv, column, opaque_zero, ACTIVATION, K, BT, BE, OP)
+            b_rest = to_loaded_layout(chunk_rest(sums), factors.total, opaque_zero)
+        b_out = tl.exp2(b_rest)
         b_c = erased_columns(tokens, at, heads, norms, column, 0, RULE, SIZES, BE, 0) * b_out
         b_E = mm_exact(b_rows, b_c, None, EXACT)
         if TWO:
