@@ -10,7 +10,7 @@ import triton.language as tl
 
 from wyfold.tile.columns.triton import RowHeads, erasing_rows, load_rows, raw_columns, row_factors
 from wyfold.tile.decay.triton import load_gate, running_sum
-from wyfold.tile.decay.triton.pairs import interval_decay
+from wyfold.tile.decay.triton.pairs import decay_to_end, interval_decay
 from wyfold.tile.dot.triton import mm, mm_exact, no_fma
 from wyfold.tile.index.triton import (
     TokenRows,
@@ -116,7 +116,7 @@ def token_decays(b_g, GATE: tl.constexpr, BEFORE: tl.constexpr, BT: tl.constexpr
     if BEFORE:
         b_H = tl.where(tl.arange(0, BT) > 0, row_before(b_G), 0.0)
     last = tl.sum(tl.where(tl.arange(0, BT) == BT - 1, b_G, 0.0), axis=0)
-    return tl.exp(b_G), tl.exp(b_H), tl.exp(last - b_G), tl.exp(last)
+    return tl.exp(b_G), tl.exp(b_H), decay_to_end(b_g, GATE, BT), tl.exp(last)
 
 
 @triton.jit

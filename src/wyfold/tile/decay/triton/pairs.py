@@ -58,13 +58,31 @@ def interval_decay(b_g, BT: tl.constexpr):
     before both rows costs their difference no precision.
     """
     o = tl.arange(0, BT)
-    b_coarse = (b_g + 12288.0) - 12288.0
     # Both sums are gathered at once, by row number, so that the tile gets its final layout. A tile broadcast from the
     # sums would go through shared memory (docs/facts/compilers.md, TRITON-6).
-    b_sums = _pack2(*tl.associative_scan((b_coarse, b_g - b_coarse), 0, _add_pairs))
+    b_sums = _pack2(*_two_sums(b_g))
     b_G_r, b_rest_r = _unpack2(tl.gather(b_sums, o, 0)[:, None])
     b_G_s, b_rest_s = _unpack2(tl.gather(b_sums, o, 0)[None, :])
     return tl.exp2(((b_G_r - b_G_s) + (b_rest_r - b_rest_s)) * LOG2_E)
+
+
+@triton.jit
+def decay_to_end(b_g, GATE: tl.constexpr, BT: tl.constexpr):
+    """exp of the sum of a scalar gate after each row, with the precision of `interval_decay`; else 1.   [BT]"""
+    if GATE == "scalar":
+        b_sum, b_rest = _two_sums(b_g)
+        last = tl.arange(0, BT) == BT - 1
+        b_later = tl.sum(tl.where(last, b_sum, 0.0), axis=0) - b_sum
+        return tl.exp(b_later + (tl.sum(tl.where(last, b_rest, 0.0), axis=0) - b_rest))
+    else:
+        return tl.exp(b_g)
+
+
+@triton.jit
+def _two_sums(b_g):
+    """Running sums of a gate's multiple of 2^-10, which are exact, and of its rest."""
+    b_coarse = (b_g + 12288.0) - 12288.0
+    return tl.associative_scan((b_coarse, b_g - b_coarse), 0, _add_pairs)
 
 
 @triton.jit
