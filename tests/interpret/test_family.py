@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wyfold.reference.shapes import Shape
 
-SHOWN = ("gla", "chunk"), ("mul_rwkv7", "fused_mul_recurrent")
+SHOWN = (("gla", "chunk"),)
 CHUNK = 64
 """Its multiples are boundaries of tokens and of chunks of updates, for every chunk size and number of updates."""
 
