@@ -3,6 +3,8 @@
     forward     chunk_grid (packed batches only), low_rank_prepare, low_rank_scan
     backward    chunk_grid, low_rank_prepare (unless its factors were saved), low_rank_scan_bwd, low_rank_gradients
 
+The backward has chunks of `BACKWARD_CHUNK` rows where the forward has more for its Gluon kernel.
+
 If long sequences are cut into segments, `segment_grid` follows `chunk_grid`, and each scan runs once more for the
 segments' maps, which `segment_fold` folds (`low_rank_segments`). As in `delta_chunk` the host never waits for the
 device.
@@ -10,7 +12,6 @@ device.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -31,9 +32,37 @@ from wyfold.autograd.row_alignment import aligned
 from wyfold.kernels import table
 from wyfold.kernels.records import GradientOutputs, LowRankPrepared
 from wyfold.runtime import check
-from wyfold.runtime.chunk_layout import ChunkGrid, max_chunks
+from wyfold.runtime.chunk_layout import ChunkGrid, in_chunks_of, max_chunks
+from wyfold.runtime.kernel_configs import LaunchKey
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.options import DeltaOptions
+
+BACKWARD_CHUNK = 32
+"""Rows of a chunk for which the kernels of the backward are fastest."""
+
+
+def backward_options(t: DeltaTensors, options: DeltaOptions) -> DeltaOptions:
+    """Options of the backward of a call: with shorter chunks if the forward launched the Gluon `low_rank_prepare`.
+
+    The cut is that of the forward's chunks.
+    """
+    if options.chunk_size <= BACKWARD_CHUNK or prepares_on(t, options) != "gluon":
+        return options
+    return options._replace(chunk_size=BACKWARD_CHUNK, keep_factors=False)
+
+
+def prepare_key(t: DeltaTensors, options: DeltaOptions) -> LaunchKey:
+    """Launch key of `low_rank_prepare` of a call."""
+    module: Any = table.kernel_module(options.stage("prepare"), options.backend)
+    key = module.launch_key(t.q.dtype, t.q.shape[3], t.v.shape[3], options.chunk_size)
+    found: LaunchKey = module.prepare_key(key, t.q, t.g, options)
+    return found
+
+
+def prepares_on(t: DeltaTensors, options: DeltaOptions) -> str:
+    """Backend whose kernel serves `low_rank_prepare` of a call."""
+    key = prepare_key(t, options)
+    return table.selected_backend(options.stage("prepare"), options.backend, key, t.q.device)
 
 
 class LowRankCall:
@@ -60,6 +89,32 @@ class LowRankCall:
     def stage(self, name: str) -> Any:
         return table.kernel_module(self.options.stage(name), self.options.backend)
 
+    def prepare(self, grid: ChunkGrid, o: Tensor, *, backward: bool, clear: bool) -> LowRankPrepared:
+        """Launch `low_rank_prepare`; arguments are its."""
+        module: Any = table.kernel_module(self.options.stage("prepare"), prepares_on(self.t, self.options))
+        found: LowRankPrepared = module.prepare(*self.arguments, grid, self.options, o, backward=backward, clear=clear)
+        return found
+
+    def scan(
+        self,
+        prepared: LowRankPrepared,
+        initial: Tensor | None,
+        grid: ChunkGrid,
+        o: Tensor,
+        final: Tensor | None,
+        states: Tensor | None,
+        first: Tensor | None,
+    ) -> None:
+        """Launch `low_rank_scan` over whole sequences; arguments are its."""
+        t, options, triton = self.t, self.options, self.stage("scan")
+        key = triton.scan_key(self.key, prepare_key(t, options), t.v, t.w, in_parts=states is not None)
+        module: Any = table.selected_module(options.stage("scan"), options.backend, key, t.v.device)
+        given = t.v, t.w, prepared, initial, grid, options, key, o, final
+        if module is triton:
+            module.scan(*given, states, first)
+        else:
+            module.scan(*given)
+
     def chunk_grid(self) -> ChunkGrid:
         """Launch what finds the chunks of the sequences."""
         (B, T), cu, options = self.t.q.shape[:2], self.t.cu_seqlens, self.options
@@ -73,10 +128,20 @@ class LowRankCall:
         """View x [B, T, ...] as one buffer, in which segments are found: [1, B T, ...]."""
         return x if x.shape[0] == 1 else x.reshape(1, -1, *x.shape[2:])
 
-    def segmented(self, grid: ChunkGrid, prepared: LowRankPrepared) -> SegmentedScans:
-        """Launch what finds the segments; the scans that run them."""
+    def segmented(
+        self, grid: ChunkGrid, prepared: LowRankPrepared, forward: LowRankCall | None = None
+    ) -> SegmentedScans:
+        """Launch what finds the segments; the scans that run them.
+
+        Args:
+            grid, prepared: Chunks of the call, and their factors.
+            forward: The call in its forward, which cut sequences into segments of its chunks; None: this one.
+        """
         t, options = self.t, self.options
-        segments = table.kernel_module("segment_grid", options.backend).segment_grid(grid, options.cut, t.q.device)
+        cut_grid = grid if forward is None else forward.chunk_grid()
+        segments = table.kernel_module("segment_grid", options.backend).segment_grid(cut_grid, options.cut, t.q.device)
+        if cut_grid.chunk_size != grid.chunk_size:
+            segments = in_chunks_of(segments, cut_grid, grid)
         w = None if t.w is None else self.buffer(t.w)
         scan, scan_bwd = self.stage("scan").scan, self.stage("scan_bwd").scan_bwd
         fold = self.stage("segment_fold").segment_fold
@@ -99,8 +164,7 @@ def forward(
     call = LowRankCall(t, options)
     t, grid = call.t, grid or call.chunk_grid()
     keep = options.save and options.keep_factors
-    prepare = call.stage("prepare").prepare
-    prepared = prepare(*call.arguments, grid, options, result.o, backward=keep, clear=True)
+    prepared = call.prepare(grid, result.o, backward=keep, clear=True)
     states = first = None
     if options.checkpoint_every:
         rows = result.states if t.cu_seqlens is not None else result.states.flatten(0, 1)
@@ -111,7 +175,7 @@ def forward(
         o = result.o.view(1, -1, *result.o.shape[2:])
         call.segmented(grid, prepared).forward(initial, o, final, *at_borders)
     else:
-        call.stage("scan").scan(t.v, t.w, prepared, initial, grid, options, call.key, result.o, final, states, first)
+        call.scan(prepared, initial, grid, result.o, final, states, first)
     return result, [*(at_borders if options.save else []), *(factors_to_list(prepared) if keep else [])]
 
 
@@ -140,18 +204,18 @@ def backward(given: DeltaBackwardInputs) -> list[Tensor]:
         if dS0 is not None:
             pass_through(dST, dS0)
         return found
-    call = LowRankCall(t, options)
+    forward, options = LowRankCall(t, options), backward_options(t, options)
+    call = LowRankCall(forward.t, options)
     t, grid = call.t, call.chunk_grid()
     if do is None:
         do = t.v.new_zeros(()).expand(t.v.shape)
-    at_borders, kept = (kept[:2], kept[2:]) if most_borders(t, options) else ([], kept)
-    prepare = partial(call.stage("prepare").prepare, *call.arguments, grid, options, t.v, backward=True, clear=False)
-    prepared = factors_from_list(kept) if kept else prepare()
+    at_borders, kept = (kept[:2], kept[2:]) if most_borders(t, forward.options) else ([], kept)
+    prepared = factors_from_list(kept) if kept else call.prepare(grid, t.v, backward=True, clear=False)
     out = GradientOutputs(*wanted)
     initial, final, dS0 = (call.k_first(x) for x in (t.initial_state, dST, dS0))
     if at_borders:
         dv, dw = (None if dx is None else dx.view(1, -1, *dx.shape[2:]) for dx in (out.v, out.w))
-        scans = call.segmented(grid, prepared)
+        scans = call.segmented(grid, prepared, forward)
         borders = scans.backward(at_borders[0], at_borders[1], initial, call.buffer(do), final, dS0, (dv, dw))
         del scans
     else:

@@ -20,14 +20,11 @@ from wyfold.autograd.delta_records import (
     empty_result,
     pass_through,
 )
-from wyfold.autograd.low_rank_chunk import LowRankCall
+from wyfold.autograd.low_rank_chunk import BACKWARD_CHUNK, LowRankCall
 from wyfold.autograd.row_alignment import vector_loadable
 from wyfold.kernels.records import Slots
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.options import DeltaOptions
-
-BACKWARD_CHUNK = 32
-"""Rows of a chunk in the backward."""
 
 
 def forward(

@@ -84,6 +84,8 @@ STAGES = (
     "low_rank_gradients",
     "low_rank_recurrent",
 )
+GLUON_LOW_RANK = ("low_rank_prepare", "low_rank_scan")
+GLUON_STAGES = ("prepare", "segment_summary", "scan", "scan_bwd", "gradients", "recurrent", "ttt", *GLUON_LOW_RANK)
 COVERS = {"recurrent": ("prepare",), "low_rank_recurrent": ("low_rank_prepare",), "scan": ("state_pool",)}
 """Stages whose kernels fuse the work of other stages: `DispatchEntry.covers`."""
 
@@ -95,10 +97,7 @@ ENTRIES = (
         DispatchEntry(stage, "triton", f"wyfold.kernels.{stage}.triton", FLOATS, COVERS.get(stage, ()))
         for stage in STAGES
     ),
-    *(
-        DispatchEntry(stage, "gluon", f"wyfold.kernels.{stage}.gluon", (torch.bfloat16,))
-        for stage in ("prepare", "segment_summary", "scan", "scan_bwd", "gradients", "recurrent", "ttt")
-    ),
+    *(DispatchEntry(stage, "gluon", f"wyfold.kernels.{stage}.gluon", (torch.bfloat16,)) for stage in GLUON_STAGES),
 )
 
 

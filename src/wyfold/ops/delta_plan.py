@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from wyfold.autograd import workspace
 from wyfold.autograd.delta_eager import chunks_per_part
-from wyfold.autograd.delta_records import LEARNING, DeltaTensors
-from wyfold.autograd.low_rank_recurrent import BACKWARD_CHUNK
+from wyfold.autograd.delta_records import LEARNING, DeltaTensors, most_borders
+from wyfold.autograd.low_rank_chunk import BACKWARD_CHUNK, backward_options
 from wyfold.autograd.row_alignment import alignment_copies, tma_copies
 from wyfold.context_parallel.context import ContextParallel
 from wyfold.context_parallel.delta import summarized_by_kernels
@@ -88,7 +89,7 @@ def _options(t: DeltaTensors, flags: DeltaFlags, checked: CheckedDelta) -> Delta
         final_state=flags.output_final_state,
         # A traced program decides itself what to save for its backward.
         save=check.any_requires_grad([t[index] for index in LEARNING]) and not traced(),
-        keep_factors=flags.disable_recompute,
+        keep_factors=flags.disable_recompute and not _prepared_in_gluon(t, flags, chunk_size),
         unit=gradient_unit(checked.scale, t.q.dtype),
         rule=flags.rule,
         erases=flags.erases,
@@ -150,7 +151,13 @@ def _keys(
     state, sizes = t.initial_state, checked.sizes
     stored = options.state_dtype if state is None else state.dtype
     if options.rule != "delta":
-        return low_rank_keys(options, stages, t.q, t.v, t.g, stored)
+        shorter = (
+            not options.recurrent
+            and backward_options(t, options._replace(backend="triton")).chunk_size != options.chunk_size
+        )
+        in_parts = options.checkpoint_every > 0 or most_borders(t, options) > 0
+        how: Any = {"w": t.w, "in_parts": in_parts, "shorter": shorter}
+        return low_rank_keys(options, stages, t.q, t.v, t.g, stored, **how)
     if options.recurrent:
         return token_keys(t.q, t.v, t.g, stored, v_first=options.state_v_first)
     scanned = expected_segments(checked.sequences, sizes["B"] * sizes["T"], options.chunk_size, options.cut)
@@ -271,7 +278,8 @@ def _chunk_size_of(t: DeltaTensors, flags: DeltaFlags, checked: CheckedDelta) ->
     check.flag(op, disable_recompute=flags.disable_recompute)
     if flags.chunk_size is not None:
         check.choice(op, "chunk_size", flags.chunk_size, CHUNK_SIZES)
-    size = flags.chunk_size or best_chunk_size(t.q, t.v, channel_gate=flags.channel, rule=flags.rule)
+    channel = flags.channel if flags.rule == "delta" else t.g is not None and t.g.ndim == 4
+    size = flags.chunk_size or best_chunk_size(t.q, t.v, channel_gate=channel, rule=flags.rule)
     if every % size:
         raise ValueError(f"{op}: checkpoint_every must be a multiple of chunk_size = {size}, got {every}")
     return size
@@ -285,22 +293,32 @@ def best_chunk_size(q: Tensor, v: Tensor, *, channel_gate: bool, rule: str = "de
     """
     if q.device.type == "cpu":
         return 32 if q.shape[-1] * v.shape[-1] >= 128 * 128 else 16
+    # Formatting the widths specialises them: to compilers they may be symbolic.
     if rule != "delta":
-        return 32
+        widths = f"K{q.shape[-1]} V{v.shape[-1]} C64 channel"
+        gated = rule == "keys" and channel_gate
+        return 64 if gated and _runs_in_gluon(q.device, q.dtype, "low_rank_prepare", widths) else 32
     if not channel_gate:
         return 64
-    # Formatting the widths specialises them: to compilers they may be symbolic.
     widths = f"K{q.shape[-1]} V{v.shape[-1]} C64 channel GR{v.shape[2] // q.shape[2]}"
-    return 64 if _has_channel_gradient_kernel(q.device, q.dtype, widths) else 32
+    return 64 if _runs_in_gluon(q.device, q.dtype, "gradients", widths) else 32
+
+
+def _prepared_in_gluon(t: DeltaTensors, flags: DeltaFlags, chunk_size: int) -> bool:
+    """Whether a call launches the Gluon `low_rank_prepare`, whose factors the backward does not read."""
+    if flags.rule != "keys" or flags.recurrent or t.g is None or t.g.ndim != 4 or runs_eagerly(t.q, flags.backend):
+        return False
+    widths = f"K{t.q.shape[-1]} V{t.v.shape[-1]} C{chunk_size} channel"
+    return _runs_in_gluon(t.q.device, t.q.dtype, "low_rank_prepare", widths)
 
 
 @constant_to_compilers
-def _has_channel_gradient_kernel(device: torch.device, dtype: torch.dtype, widths: str) -> bool:
-    """Whether the Gluon gradient kernel for chunks of 64 with a channel gate is available."""
+def _runs_in_gluon(device: torch.device, dtype: torch.dtype, stage: str, widths: str) -> bool:
+    """Whether the Gluon kernel of a stage with a channel gate is available."""
     if device.type != "cuda" or triton_support.support_of(device).refusal or dtype not in table.FLOATS:
         return False
     key = LaunchKey.parse(f"{kernel_configs.dtype_word(dtype)} {widths}")
-    return kernel_configs.dispatched(triton_support.architecture(device), "gradients", key)
+    return kernel_configs.dispatched(triton_support.architecture(device), stage, key)
 
 
 def best_head_width(t: DeltaTensors, flags: DeltaFlags) -> int:

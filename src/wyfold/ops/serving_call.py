@@ -101,7 +101,8 @@ def _options(t: ServingTensors, flags: ServingFlags, checked: CheckedDelta) -> D
     chunk_size, every, cut = 1 if flags.each else 64, checked.every, segment_rule.WHOLE
     rule = RULES[flags.rule]
     if flags.chunked:
-        chunk_size = best_chunk_size(t.q, t.v, channel_gate=flags.channel, rule=rule.rule)
+        channel = flags.channel and (rule.rule == "delta" or t.g is not None)
+        chunk_size = best_chunk_size(t.q, t.v, channel_gate=channel, rule=rule.rule)
         every = check_checkpoints(t, flags, chunk_size, checked.sizes)
         if check.checking_contents():
             check_distinct_checkpoints(t, flags, every, checked.sizes)
@@ -121,7 +122,7 @@ def _keys(
     """(stage, launch key) of each kernel of a call. between: Its stages of segments."""
     sizes = checked.sizes
     if options.rule != "delta":
-        return low_rank_keys(options, (("prepare", "scan" if flags.chunked else "recurrent"), ()), t.q, t.v, t.g)
+        return low_rank_keys(options, (("prepare", "scan" if flags.chunked else "recurrent"), ()), t.q, t.v, t.g, w=t.w)
     if not flags.chunked:
         recurrent: Any = table.kernel_module("recurrent", "triton")
         alone = not checked.packed and not flags.each and sizes["T"] == 1 and options.erases

@@ -268,6 +268,22 @@ def expected_segments(sequences: int, tokens: int, chunk_size: int, cut: Cut) ->
     return sequences * cut.segments(-(-tokens // (chunk_size * max(1, sequences))))
 
 
+def in_chunks_of(segments: Segments, longer: ChunkGrid, grid: ChunkGrid) -> Segments:
+    """The segments of a call whose chunks are shorter than those that they were cut from.
+
+    Args:
+        segments: Segments of whole chunks of `longer`.
+        longer, grid: Chunk grids of the call; a chunk of `longer` has a multiple of the rows of one of `grid`.
+    """
+    ratio, first = longer.chunk_size // grid.chunk_size, segments.grid.first
+    if first is not None and longer.first is not None and grid.first is not None:
+        first = (first - longer.first[segments.sequence]) * ratio + grid.first[segments.sequence]
+    elif first is not None:
+        first = first * ratio + segments.sequence * (grid.per_sequence - ratio * longer.per_sequence)
+    buffer = replace(segments.grid, chunk_size=grid.chunk_size, chunks=grid.chunks, first=first)
+    return replace(segments, grid=buffer)
+
+
 def segment_grid(grid: ChunkGrid, cut: Cut, device: torch.device) -> Segments:
     """Segments of a call, from its chunk grid."""
     N, C = grid.sequences, grid.chunk_size

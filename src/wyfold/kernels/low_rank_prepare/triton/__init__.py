@@ -10,7 +10,7 @@ so Q of the eager stage is not needed.
 
 from __future__ import annotations
 
-from wyfold.kernels.low_rank_prepare.triton.arguments import call_arguments, token_gate_kind
+from wyfold.kernels.low_rank_prepare.triton.arguments import call_arguments, prepare_key, token_gate_kind
 from wyfold.kernels.low_rank_prepare.triton.kernel import wyfold_low_rank_prepare_triton
 from wyfold.kernels.low_rank_prepare.triton.launch import empty, launch_key, prepare
 from wyfold.kernels.low_rank_prepare.triton.token_gate import wyfold_low_rank_prepare_token_gate_triton
@@ -23,6 +23,7 @@ __all__ = [
     "kernels_of",
     "launch_key",
     "prepare",
+    "prepare_key",
     "token_gate_kind",
     "wyfold_low_rank_prepare_token_gate_triton",
     "wyfold_low_rank_prepare_triton",
@@ -31,5 +32,6 @@ __all__ = [
 
 def kernels_of(key: LaunchKey) -> tuple[str, ...]:
     """Names of the kernels that calls of a key launch, for `explain`."""
-    kernel = wyfold_low_rank_prepare_triton if key.gate is None else wyfold_low_rank_prepare_token_gate_triton
+    of_tokens = key.gate in ("none", "scalar")
+    kernel = wyfold_low_rank_prepare_token_gate_triton if of_tokens else wyfold_low_rank_prepare_triton
     return (kernel.fn.__name__,)

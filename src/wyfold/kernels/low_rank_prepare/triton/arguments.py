@@ -53,6 +53,16 @@ def token_gate_kind(q: Tensor, g: Tensor | None, options: DeltaOptions) -> str |
     return kind if tuned("low_rank_prepare.triton", key, q.device).blocks.get("TOKEN_GATE") else None
 
 
+def prepare_key(key: LaunchKey, q: Tensor, g: Tensor | None, options: DeltaOptions) -> LaunchKey:
+    """Launch key of `low_rank_prepare`, given that of the call: with the gate where kernels of one kind exist.
+
+    A call of the rule "keys" with a gate per channel is GDN-2, which has no rows a and no write strengths.
+    """
+    kind = gate_kind(g)
+    of_channels = options.rule == "keys" and not options.recurrent and kind == "channel"
+    return key._replace(gate=kind if of_channels else token_gate_kind(q, g, options))
+
+
 class Sizes(NamedTuple):
     """Constexprs: sizes of the call and of tiles.
 

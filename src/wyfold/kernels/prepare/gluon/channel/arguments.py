@@ -27,12 +27,15 @@ class Tokens(NamedTuple):
 
     Attributes:
         s_q, s_k: Strides of q and k.
+        b, s_b: [B, T, HB, K] erase gate of the key channels, and its strides; None for 1.
         o, s_o: Output of the call, and its strides.
         rows, total, norms: See `Prepared`.
     """
 
     s_q: Any
     s_k: Any
+    b: Any
+    s_b: Any
     o: Any
     s_o: Any
     rows: Any
@@ -42,10 +45,11 @@ class Tokens(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Constexprs: sizes of the call and of tiles."""
+    """Constexprs: sizes of the call and of tiles; HB heads of the erase gate."""
 
     H: int
     HV: int
+    HB: int
     K: int
     V: int
     BT: int
@@ -60,6 +64,7 @@ class Flags(NamedTuple):
         USE_TMA: Whether q, k and g are descriptors.
         ACTIVATION: The gate's activation.
         NORM, LOGIT: Whether q and k are normalised, and whether beta is a logit.
+        ROWS: Whether erasing rows are -(b k), as of the low-rank rule "keys", instead of k. strength.erases is then -1.
     """
 
     PACKED: bool
@@ -68,3 +73,4 @@ class Flags(NamedTuple):
     ACTIVATION: str
     NORM: bool
     LOGIT: bool
+    ROWS: bool

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from wyfold.kernels.prepare.gluon.channel.arguments import BK, NEAREST, REACH, SHIFT
+from wyfold.kernels.prepare.gluon.channel.erase_gate import erasing_rows, load_erase_gate
 from wyfold.tile.dot.gluon import bf16_parts, exp2, stack_rows
 from wyfold.tile.index.gluon import barrier, reinterpret, tma_store
 
@@ -33,13 +34,17 @@ class Grams(NamedTuple):
 
 @gluon.jit
 def decayed_grams(
-    x_qd, x_kd, p_norms, smem, tile, rows, anchors,
-    FULL: gl.constexpr, NORM: gl.constexpr, BT: gl.constexpr, K: gl.constexpr,
+    x_qd, x_kd, tokens, at, h, smem, tile, rows, anchors, erase,
+    FULL: gl.constexpr, NORM: gl.constexpr, ROWS: gl.constexpr, BT: gl.constexpr, K: gl.constexpr,
 ):  # fmt: skip
     """Compute the grams, a slice of channels after the other, and replace keys and queries by decayed ones.
 
-    The decayed rows are stored by TMA, and the norms to p_norms. The pairs of keys from which E is computed overwrite
-    the sums of gates.
+    The decayed rows are stored by TMA, and the norms to tokens.norms. The pairs of keys from which E is computed
+    overwrite the sums of gates.
+
+    Args:
+        at, h: Tokens of the chunk, and the head of their erase gate.
+        erase: First slice of its channels.
     """
     HALF: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     LB: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
@@ -54,18 +59,20 @@ def decayed_grams(
         r_k = reciprocal_norm(k_slices, rows, BT, NB, FULL, LB)
         r_q = reciprocal_norm(q_slices, rows, BT, NB, FULL, LB)
         o_norm = tile.to(gl.int64) * (2 * BT) + gl.arange(0, BT, layout=ROW)
-        gl.store(p_norms + o_norm, r_q)
-        gl.store(p_norms + o_norm + BT, r_k)
+        gl.store(tokens.norms + o_norm, r_q)
+        gl.store(tokens.norms + o_norm + BT, r_k)
     barrier()
 
     kk_own, kq_own = gl.zeros([4, 16, 16], gl.float32, LN), gl.zeros([4, 16, 16], gl.float32, LN)
     gram_1, gram_2, gram_3 = zero_gram(LJ, BT), zero_gram(LJ, BT), zero_gram(LJ, BT)
     qk = gl.zeros([BT], gl.float32, ROW)
     for c in range(NB):
+        next_erase = load_erase_gate(tokens, at, h, c + 1, FULL, BT, K)
         kk_own, kq_own, gram_1, gram_2, gram_3, qk = _add_slice(
-            kk_own, kq_own, gram_1, gram_2, gram_3, qk, c, k_slices, q_slices, r_k, r_q, smem, rows, anchors, FULL,
-            NORM, BT, NB,
+            kk_own, kq_own, gram_1, gram_2, gram_3, qk, c, k_slices, q_slices, r_k, r_q, smem, rows, anchors, tokens,
+            erase, FULL, NORM, ROWS, BT, NB,
         )  # fmt: skip
+        erase = next_erase
         # The previous slice: the fence above covers its stores too.
         if c > 0:
             tma_store(x_kd, [tile * BT, BK * (c - 1)], k_slices.index(c - 1))
@@ -79,8 +86,8 @@ def decayed_grams(
 
 @gluon.jit
 def _add_slice(
-    kk_own, kq_own, gram_1, gram_2, gram_3, qk, c, k_slices, q_slices, r_k, r_q, smem, rows, anchors,
-    FULL: gl.constexpr, NORM: gl.constexpr, BT: gl.constexpr, NB: gl.constexpr,
+    kk_own, kq_own, gram_1, gram_2, gram_3, qk, c, k_slices, q_slices, r_k, r_q, smem, rows, anchors, tokens, erase,
+    FULL: gl.constexpr, NORM: gl.constexpr, ROWS: gl.constexpr, BT: gl.constexpr, NB: gl.constexpr,
 ):  # fmt: skip
     """Add slice c of the channels to the grams, and replace it by its decayed rows.
 
@@ -106,8 +113,9 @@ def _add_slice(
         b_k, b_q = b_k * r_k[:, None], b_q * r_q[:, None]
     lanes = partial_row_sums(gl.fma(b_q, b_k, 0.0))
     decay = exp2(sums)
-    kf, qf = b_k * decay, b_q * decay
-    kk_own, kq_own = add_near_grams(kk_own, kq_own, b_k, b_q, kf, qf, sums, anchors, LN)
+    b_a = erasing_rows(b_k, tokens, erase, ROWS)
+    kf, qf = b_a * decay, b_q * decay
+    kk_own, kq_own = add_near_grams(kk_own, kq_own, b_k, b_a, b_q, kf, qf, sums, anchors, LN)
     numbers = reinterpret(smem.border_decays, gl.float32, [NB, 16, BK], FLAT).index(c)
     rest = reinterpret(smem.rest_sums, gl.float32, [NB, 4, BK], FLAT).index(c)
     kt = b_k * exp2(broadcast_to_rows(rest, 0, 4, LB, LN) - sums)
@@ -174,7 +182,7 @@ def tf32_channel_order(x, BT: gl.constexpr):
 
 
 @gluon.jit
-def add_near_grams(kk, kq, b_k, b_q, kf, qf, sums, anchors, LN: gl.constexpr):
+def add_near_grams(kk, kq, b_k, b_a, b_q, kf, qf, sums, anchors, LN: gl.constexpr):
     """Add some channels to the grams of every sub-chunk with itself, [sub-chunk, s, r]; valid where s <= r."""
     if anchors == 1:
         kk, kq = _add_sub_chunk_grams(kk, kq, b_k * exp2(2.0 * NEAREST - sums), kf, qf, LN)
@@ -185,7 +193,7 @@ def add_near_grams(kk, kq, b_k, b_q, kf, qf, sums, anchors, LN: gl.constexpr):
             decay = exp2(gl.minimum(shifted, top + NEAREST))
             in_reach = (sums < top - anchor * REACH) & (sums >= top - (anchor + 1) * REACH)
             key_decay = exp2(gl.where(in_reach, 2.0 * NEAREST - shifted, -1024.0))
-            kk, kq = _add_sub_chunk_grams(kk, kq, b_k * key_decay, b_k * decay, b_q * decay, LN)
+            kk, kq = _add_sub_chunk_grams(kk, kq, b_k * key_decay, b_a * decay, b_q * decay, LN)
     return kk, kq
 
 

@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from wyfold.kernels.prepare.gluon.channel.erase_gate import load_erase_gate
 from wyfold.kernels.prepare.gluon.channel.factors import store_pairs, write_factors
 from wyfold.kernels.prepare.gluon.channel.gates import sum_gates
 from wyfold.kernels.prepare.gluon.channel.grams import decayed_grams
@@ -43,6 +44,7 @@ def wyfold_prepare_channel_gluon(
     """One program computes a chunk of one value head, or loops over such tiles where every chunk is full."""
     H: gl.constexpr = SIZES.H
     HV: gl.constexpr = SIZES.HV
+    HB: gl.constexpr = SIZES.HB
     K: gl.constexpr = SIZES.K
     V: gl.constexpr = SIZES.V
     BT: gl.constexpr = SIZES.BT
@@ -53,6 +55,7 @@ def wyfold_prepare_channel_gluon(
     ACTIVATION: gl.constexpr = FLAGS.ACTIVATION
     NORM: gl.constexpr = FLAGS.NORM
     LOGIT: gl.constexpr = FLAGS.LOGIT
+    ROWS: gl.constexpr = FLAGS.ROWS
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     HALF: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     SLIM: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
@@ -99,6 +102,8 @@ def wyfold_prepare_channel_gluon(
         o = gl.arange(0, BT, layout=ONE)
         beta = load_beta(strength, i_b, i_t, i_hv, o, rows, LOGIT)
 
+        at, i_hb = TokenRows(i_b, i_t, rows), i_hv // (HV // HB)
+        erase = load_erase_gate(tokens, at, i_hb, 0, FULL, BT, K)
         if USE_TMA:
             mbarrier.wait(gates_ready, phase)
         else:
@@ -107,7 +112,7 @@ def wyfold_prepare_channel_gluon(
         store_row_numbers(tokens.rows, smem, beta, strength.erases, i_tile, o)
         if USE_TMA:
             mbarrier.wait(tokens_ready, phase)
-        grams = decayed_grams(x_qd, x_kd, tokens.norms, smem, tile, rows, anchors, FULL, NORM, BT, K)
+        grams = decayed_grams(x_qd, x_kd, tokens, at, i_hb, smem, tile, rows, anchors, erase, FULL, NORM, ROWS, BT, K)
         after = tile + gl.num_programs(0)
         if TOKEN_FROM_PID:
             if after < tiles:

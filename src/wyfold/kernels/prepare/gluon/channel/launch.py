@@ -9,7 +9,7 @@ from wyfold.kernels.prepare.gluon.channel.kernel import wyfold_prepare_channel_g
 from wyfold.kernels.prepare.triton import empty, launch_key
 from wyfold.kernels.records import Prepared
 from wyfold.runtime.chunk_layout import ChunkGrid
-from wyfold.runtime.kernel_configs import processors, tile_width, tuned
+from wyfold.runtime.kernel_configs import Config, processors, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.triton import FLOOR, Gate, gate_kind
@@ -49,26 +49,60 @@ def prepare(
 
     Channel gate, bfloat16, K = 128, chunks of 64.
     """
-    (H, K), (HV, V), C = q.shape[2:], o.shape[2:], grid.chunk_size
-    tiles = grid.chunks * HV
+    (K, HV, V), C = (q.shape[3], *o.shape[2:]), grid.chunk_size
     how = {"folded": folded, "norm": options.qk_l2norm, "backward": backward, "forward": forward}
-    found = empty(q, g, tiles, C, **how)
+    found = empty(q, g, grid.chunks * HV, C, **how)
+    gate = Gate(g, strides(g), A_log, dt_bias, options.lower_bound, options.clamp or FLOOR)
+    strength = with_strides(Strength, beta=beta, most=options.beta_most, erases=float(options.erases))
+    config = tuned("prepare.gluon", launch_key(q.dtype, K, V, C, gate_kind(g), folded), q.device)
+    launch_channel(
+        q, k, None, gate, strength, found, config, grid, options, o, rows=False, clear=clear, zero=clear and backward
+    )
+    return found
+
+
+def launch_channel(
+    q: Tensor,
+    k: Tensor,
+    b: Tensor | None,
+    gate: Gate,
+    strength: Strength,
+    found: Prepared,
+    config: Config,
+    grid: ChunkGrid,
+    options: DeltaOptions,
+    o: Tensor,
+    *,
+    rows: bool,
+    clear: bool,
+    zero: bool,
+) -> None:
+    """Launch the kernel.
+
+    Args:
+        b: [B, T, HB, K] erase gate of the low-rank rule "keys", or None for 1.
+        found: Tensors that are written.
+        config: Launch configuration.
+        rows: Whether the rule is "keys", whose erasing rows are -(b k). strength.erases is then -1.
+        clear: Whether tokens of o past a packed batch's last boundary get zeros.
+        zero: Zero the factors of a packed batch first: a registered operator must not return uninitialised memory.
+    """
+    (H, K), (HV, V), C = q.shape[2:], o.shape[2:], grid.chunk_size
+    g, tiles = gate.g, grid.chunks * HV
     written = found if found.W is not None else found._replace(W=found.F)
     factors = require_descriptors("prepare", all_or_none(written[2:7], _tile_descriptors(written, C)))
-    if clear and backward and grid.cu is not None:
-        # As in the Triton launch: a registered operator must not return uninitialised memory.
+    if zero and grid.cu is not None:
         for x in found:
             if x is not None:
                 x.zero_()
-    config = tuned("prepare.gluon", launch_key(q.dtype, K, V, C, gate_kind(g), folded), q.device)
-    rows = all_or_none((q, k, g), [token_descriptor(q, C, K), token_descriptor(k, C, K), _gate_descriptor(g, C)])
+    read = all_or_none((q, k, g), [token_descriptor(q, C, K), token_descriptor(k, C, K), _gate_descriptor(g, C)])
     full = grid.cu is None and grid.tokens % C == 0
-    tokens = gluon_descriptors(rows[:2], 2 * BK.value) + gluon_descriptors(rows[2:]) if rows else (q, k, g)
+    tokens = gluon_descriptors(read[:2], 2 * BK.value) + gluon_descriptors(read[2:]) if read else (q, k, g)
     x_q, x_k, x_g = tokens
     x_qd, x_kd, x_E, x_F, x_W = gluon_descriptors(factors, 2 * BK.value)
     launch_kernel(
         wyfold_prepare_channel_gluon,
-        min(tiles, RESIDENT * processors(q.device)) if full and rows is not None else tiles,
+        min(tiles, RESIDENT * processors(q.device)) if full and read is not None else tiles,
         x_q=x_q,
         x_k=x_k,
         x_g=x_g,
@@ -78,12 +112,10 @@ def prepare(
         x_F=x_F,
         x_W=x_W,
         tokens=with_strides(
-            Tokens, s_q=q.stride(), s_k=k.stride(), o=o, rows=found.rows, total=found.total, norms=found.norms
+            Tokens, s_q=q.stride(), s_k=k.stride(), b=b, o=o, rows=found.rows, total=found.total, norms=found.norms
         ),
-        gate=Gate(
-            s_g=strides(g), A_log=A_log, dt_bias=dt_bias, lower_bound=options.lower_bound, clamp=options.clamp or FLOOR
-        ),
-        strength=with_strides(Strength, beta=beta, most=options.beta_most, erases=float(options.erases)),
+        gate=gate._replace(g=None),
+        strength=strength,
         packing=Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),
         N=grid.sequences,
         tiles=tiles,
@@ -91,18 +123,18 @@ def prepare(
         per_sequence=grid.per_sequence,
         clear=int(clear),
         with_w=int(found.W is not None),
-        SIZES=Sizes(H=H, HV=HV, K=K, V=V, BT=C, BV=tile_width(V)),
+        SIZES=Sizes(H=H, HV=HV, HB=HV if b is None else b.shape[2], K=K, V=V, BT=C, BV=tile_width(V)),
         FLAGS=Flags(
             PACKED=grid.cu is not None,
             FULL=full,
-            USE_TMA=rows is not None,
+            USE_TMA=read is not None,
             ACTIVATION=options.activation,
             NORM=options.qk_l2norm,
             LOGIT=options.beta_logit,
+            ROWS=rows,
         ),
         **config.options(),
     )
-    return found
 
 
 def _tile_descriptors(found: Prepared, C: int) -> list[TmaDescriptor | None]:
