@@ -135,12 +135,15 @@ def test_only_chunks_in_reach_are_loaded(form, config):
 
 @pytest.mark.parametrize("form, config", [*zip(FORMS[2:4], CONFIGS, strict=True)], ids=str)
 def test_only_chunks_in_reach_of_channels_are_loaded(form, config):
-    """Transitions of 2^-100; and with larger decays of one channel, keys or write strengths, which keep a state."""
+    """Transitions of 2^-100; and with larger decays of one channel, keys or write strengths, which keep a state.
+
+    Three of the twelve chunks of a segment erase any state. They are loaded once more, to find that.
+    """
     loads = {}
     for case in ("whole", "lost", "channel", "keys", "beta"):
         machine = Machine("late", "last")
         for check in (summarised, graded):
-            call, segments = packed(form, [17 * C + 5, 12 * C], HV=1)
+            call, segments = packed(form, [36 * C], HV=1)
             prepared = call.prepared
             prepared.total[:] = 2.0**-100
             if case == "channel":
@@ -152,8 +155,8 @@ def test_only_chunks_in_reach_of_channels_are_loaded(form, config):
             check(machine, config, call, segments, horizon=case != "whole")
         loads[case] = machine.loads
     assert loads["lost"] < 0.7 * loads["whole"]
-    assert loads["channel"] == loads["whole"]
-    kept = [loads[case] == loads["whole"] for case in ("keys", "beta")]
+    assert loads["channel"] > loads["whole"]
+    kept = [loads[case] > loads["whole"] for case in ("keys", "beta")]
     assert kept == [form in FORMS[:3]] * 2, "keys that erase nothing move nothing either"
 
 

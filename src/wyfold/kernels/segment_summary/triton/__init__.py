@@ -20,7 +20,7 @@ from torch import Tensor
 
 from wyfold.kernels.records import Prepared
 from wyfold.kernels.scan.triton.arguments import Sizes
-from wyfold.kernels.segment_summary.triton.arguments import Bounds, Gradients, Maps, ReverseTokens, SegmentIndex, Tokens
+from wyfold.kernels.segment_summary.triton.arguments import Gradients, Maps, ReverseTokens, SegmentIndex, Tokens
 from wyfold.kernels.segment_summary.triton.backward import wyfold_segment_summary_bwd_triton
 from wyfold.kernels.segment_summary.triton.forward import wyfold_segment_summary_triton
 from wyfold.runtime.chunk_layout import Segments
@@ -81,7 +81,7 @@ def segment_summary(
         x_rows=x_rows,
         x_total=x_total,
         x_E=x_E,
-        bounds=Bounds.of(prepared, horizon=horizon),
+        p_rows=prepared.rows if horizon else None,
         tokens=Tokens(s_k=None if channel else k.stride(), s_v=v.stride(), W=W),
         maps=with_strides(Maps, S0=initial_state, H=H, M=M),
         segments=SegmentIndex(sequence=segments.sequence, first=segments.first, leading=segments.leading),
@@ -162,7 +162,7 @@ def segment_summary_bwd(
         x_rows=x_rows,
         x_total=x_total,
         x_E=x_E,
-        bounds=Bounds.of(prepared, horizon=horizon),
+        p_rows=prepared.rows if horizon else None,
         tokens=ReverseTokens(
             s_q=None if channel else q.stride(), s_k=None if channel else k.stride(), s_do=do.stride(), F=F, W=W
         ),

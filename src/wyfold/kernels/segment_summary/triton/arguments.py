@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from wyfold.kernels.records import Prepared
-
 
 class Tokens(NamedTuple):
     """Kernel argument: strides of k and v, and W, which is accessed through pointers alone; see `scan`."""
@@ -58,28 +56,6 @@ class Gradients(NamedTuple):
     c: Any
     s_c: Any
     end: None = None
-
-
-class Bounds(NamedTuple):
-    """Kernel argument: fields of `Prepared` that bound the norms of transitions, as pointers. All are None without a
-    horizon.
-
-    Attributes:
-        total, rows: [tiles, 1 or K] and [tiles, 4, BT].
-        k, E: [tiles, BT, K] under a channel gate; else None.
-    """
-
-    total: Any = None
-    rows: Any = None
-    k: Any = None
-    E: Any = None
-    end: None = None
-
-    @classmethod
-    def of(cls, prepared: Prepared, *, horizon: bool) -> Bounds:
-        if not horizon:
-            return cls()
-        return cls(prepared.total, prepared.rows, prepared.k, None if prepared.k is None else prepared.E)
 
 
 class SegmentIndex(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from wyfold.kernels.segment_summary.triton.reach import channels_in_reach
 from wyfold.tile.decay.horizon.triton import chunks_in_reach
 from wyfold.tile.dot.triton import mm
 from wyfold.tile.index.triton import TokenRows, load_upper, load_vector, sequence_span
@@ -35,7 +36,7 @@ def wyfold_segment_summary_bwd_triton(
     x_rows,
     x_total,
     x_E,
-    bounds,
+    p_rows,
     tokens,
     gradients,
     segments,
@@ -72,9 +73,12 @@ def wyfold_segment_summary_bwd_triton(
         steps = tl.cdiv(length, BT).to(tl.int32)
     inputs = ReverseInputs(x_q, x_k, x_do, x_rows, x_total, x_E)
     if (i_n < N) & (begins == 0):
-        if bounds.rows is not None:
+        if p_rows is not None:
             count = tl.cdiv(length, BT).to(tl.int32)
-            reach = chunks_in_reach(bounds, i_tile, HV, count, CHANNEL, BT, K, BK)
+            if CHANNEL:
+                reach = channels_in_reach(inputs, i_tile, HV, count, K, BT, BK, USE_TMA)
+            else:
+                reach = chunks_in_reach(x_total, p_rows, i_tile, HV, count, BT)
             ends = ends & (reach == count)
             length = tl.where(reach < count, reach * BT, length)
             steps = tl.minimum(reach, steps)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from wyfold.kernels.segment_summary.triton.reach import channels_in_reach
 from wyfold.tile.decay.horizon.triton import chunks_in_reach
 from wyfold.tile.dot.triton import mm
 from wyfold.tile.index.triton import TokenRows, load_upper, load_vector, sequence_span
@@ -32,7 +33,7 @@ def wyfold_segment_summary_triton(
     x_rows,
     x_total,
     x_E,
-    bounds,
+    p_rows,
     tokens,
     maps,
     segments,
@@ -67,8 +68,11 @@ def wyfold_segment_summary_triton(
     inputs = Inputs(x_k, x_v, x_rows, x_total, x_E)
     if (i_n < N) & (ends == 0):
         holds_S0, without_M = begins, begins
-        if bounds.rows is not None:
-            reach = chunks_in_reach(bounds, i_tile + (steps - 1) * HV, -HV, steps, CHANNEL, BT, K, BK)
+        if p_rows is not None:
+            if CHANNEL:
+                reach = channels_in_reach(inputs, i_tile + (steps - 1) * HV, -HV, steps, K, BT, BK, USE_TMA)
+            else:
+                reach = chunks_in_reach(x_total, p_rows, i_tile + (steps - 1) * HV, -HV, steps, BT)
             holds_S0, without_M = begins & (reach == steps), begins | (reach < steps)
             i_tile += (steps - reach) * HV
             t += (steps - reach) * BT

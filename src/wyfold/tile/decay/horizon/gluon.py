@@ -10,44 +10,8 @@ from wyfold.tile.dot.gluon import add
 
 
 @gluon.jit
-def chunks_in_reach(bounds, i_tile, step, count, SIZES: gl.constexpr):
+def chunks_in_reach(p_total, p_rows, i_tile, step, count, BT: gl.constexpr):
     """`chunks_in_reach` of the Triton kernels."""
-    if SIZES.CHANNEL:
-        found = _channels_in_reach(bounds, i_tile, step, count, SIZES.ERASES, SIZES.BT, SIZES.K)
-    else:
-        found = _numbers_in_reach(bounds.total, bounds.rows, i_tile, step, count, SIZES.BT)
-    return found
-
-
-@gluon.jit
-def _channels_in_reach(bounds, i_tile, step, count, ERASES: gl.constexpr, BT: gl.constexpr, K: gl.constexpr):
-    """`channels_in_reach` of the Triton kernels."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // K, K // 8], [gl.num_warps(), 1], [1, 0])
-    ROW: gl.constexpr = gl.SliceLayout(1, L)
-    o_t, o_k = gl.arange(0, BT, layout=ROW), gl.arange(0, K, layout=gl.SliceLayout(0, L))
-    needed, power, i = count, count * 0, count * 0
-    while i < needed:
-        tile = i_tile.to(gl.int64) + i * step
-        total = gl.load(bounds.total + tile * K + o_k)
-        norm = gl.max(gl.where(total <= 1.0, total, float("inf")), 0)
-        if ERASES:
-            at = tile * (BT * K) + o_t[:, None] * K + o_k[None, :]
-            E = gl.load(bounds.E + at).to(gl.float32) * SCALE
-            k = gl.load(bounds.k + at).to(gl.float32) * SCALE
-            beta = gl.load(bounds.rows + tile * (4 * BT) + 3 * BT + o_t)
-            rows = (gl.sqrt(gl.sum(E * E, 1)) + LEAST) * (gl.sqrt(gl.sum(k * k, 1)) + LEAST)
-            norm = norm + gl.sum(rows * gl.abs(beta), 0) * UNSCALE
-        i += 1
-        power += exponent_above(norm * SLACK)
-        needed = gl.where(power <= HORIZON, gl.minimum(needed, i), needed)
-        # The segment ends before the horizon if later chunks decay as these do. Then all of it is needed.
-        i = gl.where(power * count > HORIZON * i, count, i)
-    return needed
-
-
-@gluon.jit
-def _numbers_in_reach(p_total, p_rows, i_tile, step, count, BT: gl.constexpr):
-    """`numbers_in_reach` of the Triton kernels."""
     L: gl.constexpr = gl.BlockedLayout([1, BT // 32], [1, 32], [gl.num_warps(), 1], [1, 0])
     reach = _decayed_after(p_total, i_tile, step, count)
     needed = gl.where(reach < count, reach, 0)
@@ -74,3 +38,21 @@ def _decayed_after(p_total, i_tile, step, count):
         power = gl.sum(gl.where(chunk == i + AT_ONCE - 1, powers, 0), 0)
         i += AT_ONCE
     return reach
+
+
+@gluon.jit
+def transition_power(total, k, E, beta):
+    """`transition_power` of the Triton kernels; k, E and beta are None where keys erase nothing."""
+    norm = gl.max(gl.where(total <= 1.0, total, float("inf")), 0)
+    if k is not None:
+        k, E = k.to(gl.float32) * SCALE, E.to(gl.float32) * SCALE
+        rows = (gl.sqrt(gl.sum(E * E, 1)) + LEAST) * (gl.sqrt(gl.sum(k * k, 1)) + LEAST)
+        norm = norm + gl.sum(rows * gl.abs(beta), 0) * UNSCALE
+    return exponent_above(norm * SLACK)
+
+
+@gluon.jit
+def follow(power, i, needed, count):
+    """`follow` of the Triton kernels."""
+    needed = gl.where(power <= HORIZON, gl.minimum(needed, i), needed)
+    return needed, (i < needed) & (power * count <= HORIZON * i)

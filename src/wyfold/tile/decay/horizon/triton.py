@@ -29,61 +29,16 @@ SLACK: tl.constexpr = tl.constexpr(1.0625)
 
 
 @triton.jit
-def chunks_in_reach(
-    bounds,
-    i_tile,
-    step,
-    count,
-    CHANNEL: tl.constexpr,
-    BT: tl.constexpr,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-):
+def chunks_in_reach(p_total, p_rows, i_tile, step, count, BT: tl.constexpr):
     """Number of chunks at a segment's end that its summary needs; `count` unless the others are lost on their way.
 
     Args:
-        bounds: `Bounds` of `segment_summary`. The rows of a scalar gate have keys whose norm is at most 1.
+        p_total: [tiles] float32 decays of chunks.
+        p_rows: [tiles, 4, BT] row factors of `prepare`, whose norm of k is at most 1.
         i_tile: Tile of the chunk at that end.
         step: From the tile of a chunk to that of the next one, away from that end.
         count: Number of chunks of the segment.
     """
-    if CHANNEL:
-        found = channels_in_reach(bounds, i_tile, step, count, BT, K, BK)
-    else:
-        found = numbers_in_reach(bounds.total, bounds.rows, i_tile, step, count, BT)
-    return found
-
-
-@triton.jit
-def channels_in_reach(bounds, i_tile, step, count, BT: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
-    """`chunks_in_reach` of a channel gate: a chunk has at most the norm max(total) + sum_t |beta_t| |E_t| |k_t|.
-
-    A NaN decays nothing. `count` as well if the first chunks decay too little for the length of the segment.
-    """
-    o_t, o_k = tl.arange(0, BT), tl.arange(0, BK)
-    needed, power, i = count, count * 0, count * 0
-    while i < needed:
-        tile = i_tile + i * step
-        b_total = tl.load(bounds.total + tile * K + o_k, mask=o_k < K, other=0.0)
-        norm = tl.max(tl.where(b_total <= 1.0, b_total, float("inf")), 0)
-        at = tile * (BT * K) + o_t[:, None] * K + o_k[None, :]
-        b_E = tl.load(bounds.E + at, mask=o_k[None, :] < K, other=0.0).to(tl.float32) * SCALE
-        b_k = tl.load(bounds.k + at, mask=o_k[None, :] < K, other=0.0).to(tl.float32) * SCALE
-        p_row = bounds.rows + tile * (4 * BT) + o_t
-        b_beta = tl.load(p_row) * tl.load(p_row + 3 * BT)
-        b_rows = (tl.sqrt(tl.sum(b_E * b_E, 1)) + LEAST) * (tl.sqrt(tl.sum(b_k * b_k, 1)) + LEAST)
-        norm += tl.sum(b_rows * tl.abs(b_beta), 0) * UNSCALE
-        i += 1
-        power += exponent_above(norm * SLACK)
-        needed = tl.where(power <= HORIZON, tl.minimum(needed, i), needed)
-        # The segment ends before the horizon if later chunks decay as these do. Then all of it is needed.
-        i = tl.where(power * count > HORIZON * i, count, i)
-    return needed
-
-
-@triton.jit
-def numbers_in_reach(p_total, p_rows, i_tile, step, count, BT: tl.constexpr):
-    """`chunks_in_reach` of a scalar gate."""
     reach = decayed_after(p_total, i_tile, step, count)
     needed = tl.where(reach < count, reach, 0)
     p_beta = p_rows + i_tile.to(tl.int64) * (4 * BT) + 3 * BT + tl.arange(0, BT)[None, :]
@@ -116,3 +71,30 @@ def decayed_after(p_total, i_tile, step, count):
 def exponent_above(x):
     """Exponent of the next power of two above float32 numbers >= 0: of zero and subnormal numbers -126, of NaN 129."""
     return ((x.to(tl.int32, bitcast=True) >> 23) & 255) - 126
+
+
+@triton.jit
+def transition_power(total, k, E, beta):
+    """Power of two that bounds a chunk's transition under a channel gate: max(total) + sum_t |beta_t| |E_t| |k_t|.
+
+    A NaN decays nothing.
+
+    Args:
+        total: [K] decays of the chunk.
+        k, E: [BT, K] decayed keys, and E.
+        beta: [BT] write strengths; zeros where keys erase nothing.
+    """
+    k, E = k.to(tl.float32) * SCALE, E.to(tl.float32) * SCALE
+    rows = (tl.sqrt(tl.sum(E * E, 1)) + LEAST) * (tl.sqrt(tl.sum(k * k, 1)) + LEAST)
+    norm = tl.max(tl.where(total <= 1.0, total, float("inf")), 0) + tl.sum(rows * tl.abs(beta), 0) * UNSCALE
+    return exponent_above(norm * SLACK)
+
+
+@triton.jit
+def follow(power, i, needed, count):
+    """Chunks in reach, and whether to go on, once `i` chunks have been seen to decay to 2^power.
+
+    If chunks that decay as these do would not reach the horizon within the segment, all of it is needed.
+    """
+    needed = tl.where(power <= HORIZON, tl.minimum(needed, i), needed)
+    return needed, (i < needed) & (power * count <= HORIZON * i)

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from wyfold.kernels.pipeline.gluon import ChunkInputs, computed, produce, ring_of, span_of, specialize
+from wyfold.kernels.pipeline.gluon import ChunkInputs, barriers, computed, produce, ring_of, span_of, specialize
 from wyfold.kernels.segment_summary.gluon.backward.consumer import Globals, consumer
+from wyfold.kernels.segment_summary.gluon.reach import channels_in_reach
 from wyfold.tile.decay.horizon.gluon import chunks_in_reach
 from wyfold.tile.index.triton.slots import segment_coords
 
@@ -52,7 +53,7 @@ def wyfold_segment_summary_bwd_gluon(
     x_total,
     x_F,
     x_write,
-    bounds,
+    p_rows,
     heads,
     gradients,
     segments,
@@ -72,17 +73,23 @@ def wyfold_segment_summary_bwd_gluon(
     needed = ((i_n < N) & (begins == 0)).to(gl.int32)
     span = computed(span_of(i_s, i_hv, i_v, packing, T, 0, SIZES), needed)
     count, tail_rows = span.steps + (span.tail_rows > 0).to(gl.int32), span.tail_rows
-    if bounds.rows is not None:
-        reach = chunks_in_reach(bounds, span.tile, HV, count, SIZES)
-        # Nothing of the final state's gradient or of the chunks behind the reach is left at the border.
-        ends = ends & (reach == count)
-        tail_rows = gl.where(reach < count, 0, tail_rows)
-        count = reach
+    reach = count
+    if p_rows is not None and not SIZES.CHANNEL:
+        reach = chunks_in_reach(x_total, p_rows, span.tile, HV, count, SIZES.BT)
     inputs = ChunkInputs(
         span.tile.to(gl.int32), span.token, (i_h * heads.h_q).to(gl.int32), (i_h * heads.h_k).to(gl.int32),
         (i_hv * heads.h_do).to(gl.int32) + span.column, x_q, x_k, x_do, x_rows, x_total, x_write, x_F,
     )  # fmt: skip
     ring = ring_of(inputs, SIZES)
+    if p_rows is not None and SIZES.CHANNEL:
+        loaded = barriers(SIZES.STAGES, 1)
+        reach = channels_in_reach(inputs, ring, loaded, inputs.tile, HV, count, SIZES)
+    # Nothing of the final state's gradient or of the chunks behind the reach is left at the border.
+    ends = ends & (reach == count)
+    tail_rows = gl.where(reach < count, 0, tail_rows)
+    count = reach
     gmem = Globals(x_total, scale, gradients)
     coords = Coords(needed, span, i_n, i_border - 1, ends, count, tail_rows)
     specialize(consumer, gmem, ring, None, coords, produce, (inputs, ring, count, True, SIZES), SIZES)
+    if p_rows is not None and SIZES.CHANNEL:
+        loaded._keep_alive()

@@ -7,7 +7,7 @@ from torch import Tensor
 from wyfold.kernels.pipeline.gluon import Sizes, chunk_descriptors
 from wyfold.kernels.records import Prepared
 from wyfold.kernels.segment_summary.gluon.backward.kernel import Heads, wyfold_segment_summary_bwd_gluon
-from wyfold.kernels.segment_summary.triton.arguments import Bounds, Gradients, SegmentIndex
+from wyfold.kernels.segment_summary.triton.arguments import Gradients, SegmentIndex
 from wyfold.runtime.chunk_layout import Segments
 from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
@@ -55,7 +55,7 @@ def segment_summary_bwd(
         x_total=x_total,
         x_F=x_F,
         x_write=x_E if folded else x_W,
-        bounds=Bounds.of(prepared, horizon=horizon),
+        p_rows=prepared.rows if horizon else None,
         heads=Heads(h_q=q.stride(2), h_k=k.stride(2), h_do=do.stride(2)),
         gradients=with_strides(Gradients, dST=dST, c=c),
         segments=SegmentIndex(sequence=segments.sequence, first=segments.first, leading=segments.leading),

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from wyfold.kernels.pipeline.gluon import ChunkInputs, after, computed, ring_of, span_of, specialize
+from wyfold.kernels.pipeline.gluon import ChunkInputs, after, barriers, computed, ring_of, span_of, specialize
 from wyfold.kernels.segment_summary.gluon.forward.consumer import Globals, consumer
 from wyfold.kernels.segment_summary.gluon.forward.producer import producer
 from wyfold.kernels.segment_summary.gluon.forward.zeros import Smem, write_flag
+from wyfold.kernels.segment_summary.gluon.reach import channels_in_reach
 from wyfold.tile.decay.horizon.gluon import chunks_in_reach
 from wyfold.tile.index.triton.slots import segment_coords
 
@@ -44,7 +45,7 @@ class Coords(NamedTuple):
 
 @gluon.jit(do_not_specialize=["N", "T"])
 def wyfold_segment_summary_gluon(
-    x_k, x_v, x_rows, x_total, x_write, bounds, heads, maps, segments, packing, N, T, SIZES: gl.constexpr
+    x_k, x_v, x_rows, x_total, x_write, p_rows, heads, maps, segments, packing, N, T, SIZES: gl.constexpr
 ):
     """One program owns BV value rows of H or M; the tiles of a head are neighbours, so that they share k in L2.
 
@@ -65,18 +66,23 @@ def wyfold_segment_summary_gluon(
     needed = ((i_n < N) & (ends == 0)).to(gl.int32)
     # The first segment needs no M: its entering state is known.
     span = computed(span_of(i_s, i_hv, i_v, packing, T, 0, SIZES), needed * gl.where(begins, of_H, 1))
-    if bounds.rows is not None:
+    if p_rows is not None and not SIZES.CHANNEL:
         last = span.tile + (span.steps - 1) * HV
-        reach = chunks_in_reach(bounds, last, -HV, span.steps, SIZES)
-        # What enters the segment is lost: H begins as if its sequence did not begin here, and M is zeros.
-        skipped = span.steps - reach
-        begins = gl.where(skipped > 0, of_H == 0, begins)
-        span = after(span, skipped, gl.where((skipped > 0) & (of_H == 0), 0, reach), SIZES)
+        reach = chunks_in_reach(x_total, p_rows, last, -HV, span.steps, SIZES.BT)
+        span, begins = _from_reach(span, begins, of_H, reach, SIZES)
+    column_k, column_v = (i_h * heads.h_k).to(gl.int32), (i_hv * heads.h_v).to(gl.int32) + span.column
     inputs = ChunkInputs(
-        span.tile.to(gl.int32), span.token, None, (i_h * heads.h_k).to(gl.int32),
-        (i_hv * heads.h_v).to(gl.int32) + span.column, None, x_k, x_v, x_rows, x_total, x_write, None,
-    )  # fmt: skip
+        span.tile.to(gl.int32), span.token, None, column_k, column_v, None, x_k, x_v, x_rows, x_total, x_write, None
+    )
     ring = ring_of(inputs, SIZES)
+    if p_rows is not None and SIZES.CHANNEL:
+        loaded = barriers(SIZES.STAGES, 1)
+        last = (span.tile + (span.steps - 1) * HV).to(gl.int32)
+        reach = channels_in_reach(inputs, ring, loaded, last, -HV, span.steps, SIZES)
+        span, begins = _from_reach(span, begins, of_H, reach, SIZES)
+        inputs = ChunkInputs(
+            span.tile.to(gl.int32), span.token, None, column_k, column_v, None, x_k, x_v, x_rows, x_total, x_write, None
+        )
     smem = _flags(ring, of_H, span.steps, SIZES)
     gmem = Globals(x_total, maps)
     coords = Coords(of_H, needed, span, i_n, i_border, begins)
@@ -84,6 +90,19 @@ def wyfold_segment_summary_gluon(
     # Keep the barriers' memory allocated: no other buffer may reuse it (docs/facts/hopper.md, KDA-NAN-1).
     ring.full._keep_alive()
     ring.free._keep_alive()
+    if p_rows is not None and SIZES.CHANNEL:
+        loaded._keep_alive()
+
+
+@gluon.jit
+def _from_reach(span, begins, of_H, reach, SIZES: gl.constexpr):
+    """The span of the chunks in reach, and `begins`, if what enters them is lost.
+
+    Then H begins as if its sequence did not begin here, and M is zeros.
+    """
+    skipped = span.steps - reach
+    begins = gl.where(skipped > 0, of_H == 0, begins)
+    return after(span, skipped, gl.where((skipped > 0) & (of_H == 0), 0, reach), SIZES), begins
 
 
 @gluon.jit

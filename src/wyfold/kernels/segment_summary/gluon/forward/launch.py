@@ -7,7 +7,7 @@ from torch import Tensor
 from wyfold.kernels.pipeline.gluon import Sizes, chunk_descriptors
 from wyfold.kernels.records import Prepared
 from wyfold.kernels.segment_summary.gluon.forward.kernel import Heads, wyfold_segment_summary_gluon
-from wyfold.kernels.segment_summary.triton.arguments import Bounds, Maps, SegmentIndex
+from wyfold.kernels.segment_summary.triton.arguments import Maps, SegmentIndex
 from wyfold.runtime.chunk_layout import Segments
 from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
@@ -52,7 +52,7 @@ def segment_summary(
         x_rows=x_rows,
         x_total=x_total,
         x_write=x_E if folded else x_W,
-        bounds=Bounds.of(prepared, horizon=horizon),
+        p_rows=prepared.rows if horizon else None,
         heads=Heads(h_k=k.stride(2), h_v=v.stride(2)),
         maps=with_strides(Maps, S0=initial_state, H=H, M=M),
         segments=SegmentIndex(sequence=segments.sequence, first=segments.first, leading=segments.leading),
