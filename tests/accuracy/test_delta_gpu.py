@@ -169,6 +169,15 @@ def test_widths(rule: str, K: int, V: int, judged):
         require(*judged(rule, drawn(family, rule, Shape(4, 150, 1, 2, K, V)), row))
 
 
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (256, 256), (256, 512)])
+@pytest.mark.parametrize("rule", RULES[:2])
+def test_equal_heads_of_other_widths(rule: str, K: int, V: int, judged):
+    """Under a scalar gate or none, heads of 64 and of 256 channels have Gluon kernels."""
+    for family in ("random", "identical"):
+        row = family if family == "random" and V <= 128 else None
+        require(*judged(rule, drawn(family, rule, Shape(4, 200, 2, 2, K, V)), row))
+
+
 @pytest.mark.parametrize("group", [2, 3, 4])
 @pytest.mark.parametrize("rule", RULES)
 def test_groups_of_value_heads(rule: str, group: int, judged):

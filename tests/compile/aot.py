@@ -748,6 +748,20 @@ PER_ARCHITECTURE: dict[str, tuple[Call | ServingCall | RankCall, ...]] = {
             heads=1,
             projected=True,
         ),
+        Call(
+            "chunk_gated_delta_rule, gate inside",
+            K=256,
+            V=512,
+            options=(("chunk_size", 64), ("use_qk_l2norm_in_kernel", True)),
+            packed=True,
+            heads=1,
+            tested=HOPPER,
+        ),
+        *(
+            Call(f"chunk_{name}", K=K, V=V, options=GPU_CHUNKS, heads=1)
+            for name in ("delta_rule", "gated_delta_rule")
+            for K, V in ((64, 64), (256, 256), (256, 512))
+        ),
         Call("chunk_gated_delta_rule", "float16", 256, 256, wrt=("initial_state",)),
         Call("chunk_gated_delta_rule", "float32", 256, 256, wrt=("initial_state",)),
         Call("chunk_gated_delta_rule", options=GPU_CHUNKS, wrt=("initial_state",), misaligned=True),

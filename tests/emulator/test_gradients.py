@@ -19,15 +19,14 @@ from torch import Tensor
 from wyfold import reference
 from wyfold.kernels.gradients import gluon
 from wyfold.kernels.gradients.gluon import channel, scalar
-from wyfold.kernels.gradients.gluon.scalar.heads import UNROLLED
+from wyfold.kernels.gradients.gluon.heads import UNROLLED
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid, chunk_grid
 from wyfold.runtime.kernel_configs import Config, LaunchKey
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.eager import log_gate_floor
 
-K = V = 128
-SCALE = K**-0.5
+SCALE = 128**-0.5
 CALLS = [
     {"gate": "medium"},
     {"gate": "harsh", "H": 2},
@@ -44,7 +43,17 @@ CALLS = [
     {"gate": "harsh", "group": 4, "T": 90},
 ]
 KINDS = ["channel", "scalar", "none"]
-CASES = cases(CALLS, KINDS)
+WIDE = [
+    {"gate": "harsh", "T": 200, "H": 2, "norm": True},
+    {"T": 200, "cu": [0, 70, 190], "norm": True, "erases": False},
+    {"gate": "slow", "T": 90, "strided": True},
+    {"cu": [0, 40, 110], "T": 200, "activated": torch.float32},
+    {"cu": [0, 70, 190], "T": 200, "group": 3, "norm": True},
+]
+"""Calls with keys of 256 channels, which no kernel for a gate per channel serves."""
+CASES = cases(CALLS, KINDS) + cases(
+    [call | {"K": 256, "V": 256 if "group" in call else 192} for call in WIDE], KINDS[1:]
+)
 
 
 class Tokens(NamedTuple):
@@ -112,7 +121,7 @@ def run(machine: Machine, call: Call) -> dict[str, Tensor]:
     module: ModuleType = channel.launch if call.kind == "channel" else scalar.launch
     q, k, _, *rest = call.given.values()
     borders = copy.deepcopy(call.borders)  # of value heads in groups some are overwritten
-    with machine.installed(module, Config(4, 1, {})), mock.patch.object(module, "sum_over_chunks", sum_over_chunks):
+    with machine.installed(module, Config(4, 3, {})), mock.patch.object(module, "sum_over_chunks", sum_over_chunks):
         gluon.gradients(q, k, *rest, call.do, borders, call.grid, call.options, LaunchKey(), GradientOutputs(**out))
     return out
 
@@ -136,9 +145,11 @@ def draw(
     norm: bool = False,
     activated: torch.dtype | None = None,
     erases: bool = True,
+    K: int = 128,
+    V: int = 128,
 ) -> Call:
     """A random call; group: value heads of a key head; activated: dtype of a gate whose activation is inside."""
-    x, raw, parameters = drawn(kind, gate, (B, T, H), group, norm, activated)
+    x, raw, parameters = drawn(kind, gate, (B, T, H, K, V), group, norm, activated)
     spans = [(0, a, b) for a, b in itertools.pairwise(cu)] if cu else [(b, 0, T) for b in range(B)]
     want = truth(x, raw, spans, norm, parameters, erases)
     grid = chunk_grid(B, T, C, torch.tensor(cu) if cu else None)
@@ -155,12 +166,18 @@ def draw(
 
 
 def drawn(
-    kind: str, gate: str, shape: tuple[int, int, int], group: int, norm: bool, activated: torch.dtype | None
+    kind: str,
+    gate: str,
+    sizes: tuple[int, int, int, int, int],
+    group: int,
+    norm: bool,
+    activated: torch.dtype | None,
 ) -> tuple[Tokens, Tensor | None, dict[str, Tensor | None]]:
-    """Tokens, the raw gate, and the parameters of its activation."""
-    q, k = (torch.randn(*shape, K) for _ in range(2))
-    shape = (*shape[:2], shape[2] * group)
-    T, HV = shape[1:]
+    """Tokens, the raw gate, and the parameters of its activation. sizes: B, T, H, K, V."""
+    B, T, H, K, V = sizes
+    q, k = (torch.randn(B, T, H, K) for _ in range(2))
+    HV = H * group
+    shape = B, T, HV
     q, k = (x if norm else torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
     v, do = torch.randn(*shape, V).bfloat16(), torch.randn(*shape, V).bfloat16()
     width = K if kind == "channel" else 1
@@ -209,7 +226,7 @@ def truth(
             g = leaves["g"][b : b + 1, begin:end].reshape(*v.shape[:3], -1)
         if "A_log" in leaves:
             g = log_gate(g, leaves["A_log"], leaves["dt_bias"])
-        g = g.clamp(min=log_gate_floor(torch.float32)).expand(*v.shape[:3], K)
+        g = g.clamp(min=log_gate_floor(torch.float32)).expand(*v.shape[:3], x.q.shape[3])
         if erases:
             y = reference.kda(q, k, v, g, beta, scale=SCALE, use_qk_l2norm_in_kernel=norm)[0]
         else:
@@ -221,7 +238,7 @@ def truth(
 
 def borders(x: Tokens, spans: list[tuple[int, int, int]], grid: Any, norm: bool, erases: bool) -> TokenBorders:
     """The output of `scan_bwd`, in float64 and then rounded."""
-    H, HV = x.q.shape[2], x.v.shape[2]
+    (H, K), (HV, V) = x.q.shape[2:], x.v.shape[2:]
     wide = x._replace(
         q=x.q.double(), k=x.k.double(), v=x.v.double(), beta=x.beta.double()[..., None], do=x.do.double(),
         g=x.g.double().clamp(min=log_gate_floor(torch.float32)),
@@ -261,7 +278,7 @@ class Chunk:
     """One chunk of one head: decayed rows, grams, and A = (I + diag(beta) J)^-1."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, do: Tensor, erases: bool):
-        G = g.cumsum(0).expand(-1, K)
+        G = g.cumsum(0).expand(-1, q.shape[1])
         self.total, self.v, self.beta, self.do = G[-1], v, beta, do
         self.q_in, self.k_in, self.k_out = q * G.exp(), erases * k * G.exp(), k * (G[-1] - G).exp()
         decay = (G[:, None] - G[None]).clamp(max=0).exp()

@@ -45,6 +45,13 @@ CONFIGS = (
     (channel_gradients, Config(4, 1, {})),
     (scalar_gradients, Config(4, 1, {})),
 )
+WIDE = (
+    (scalar.launch, Config(4, 1, {})),
+    (scan, Config(4, 2, {"BV": 64, "PARTS": 1, "OUT": 1})),
+    (scan_bwd, Config(4, 2, {"BV": 64, "PARTS": 1, "OUT": 1})),
+    (scalar_gradients, Config(4, 3, {})),
+)
+"""Those for keys of 256 channels."""
 RULES = {
     "delta rule": "delta_rule",
     "gated delta rule": "gated_delta_rule",
@@ -59,7 +66,7 @@ EVERY_RUN = ("kda", "gla", "simple gla", "linear attention")
 
 
 @contextlib.contextmanager
-def on_the_emulator() -> Iterator[Machine]:
+def on_the_emulator(configs: tuple[tuple[Any, Config], ...] = CONFIGS) -> Iterator[Machine]:
     """Run the launches that chunk operators make on Hopper; in place of Triton's kernels run their eager twins."""
     machine, stage = Machine(), KernelCall.stage
 
@@ -86,18 +93,18 @@ def on_the_emulator() -> Iterator[Machine]:
             mock.patch.object(KernelCall, "stage", in_triton),
             mock.patch.object(channel_gradients, "sum_over_chunks", sum_over_chunks),
             mock.patch.object(scalar_gradients, "sum_over_chunks", sum_over_chunks),
-            *(machine.installed(*launch) for launch in CONFIGS),
+            *(machine.installed(*launch) for launch in configs),
         ):
             stack.enter_context(patch)
         yield machine
 
 
-def drawn(name: str) -> dict[str, Any]:
+def drawn(name: str, K: int = 128, V: int = 128) -> dict[str, Any]:
     """Arguments of a call of 264 updates, four chunks and a part of one."""
     rule, T = RULES[name], 264
     product = rule == "gated_delta_product"
     of = {"gated delta product": "gated_delta_rule", "delta product of channels": "kda"}.get(name, rule)
-    shape = Shape(1, T, 1, 2, 128, 128)
+    shape = Shape(1, T, 1, 2, K, V) if K == 128 else Shape(1, T, 2, 2, K, V)
     a = inputs.draw("random", of, shape, gate=None if rule == "delta_rule" else "weak", dtype=BF16, state="normal")
     if product:  # two updates of a token
         a |= {"q": a["q"][:, ::2].contiguous(), "g": a["g"][:, ::2].contiguous(), "num_householder": 2}
@@ -123,10 +130,20 @@ def test_operators(name: str, segments: int, results):
         a["scale"] = 0.3
         if rule != "gla":
             a["use_qk_l2norm_in_kernel"] = True
+    compare(rule, a, segments, CONFIGS, results)
+
+
+@pytest.mark.parametrize("name", ["delta rule", pytest.param("gated delta rule", marks=pytest.mark.release)])
+def test_wide_heads(name: str, results):
+    compare(RULES[name], drawn(name, 256, 256), 1, WIDE, results)
+
+
+def compare(rule: str, a: dict[str, Any], segments: int, configs: tuple[tuple[Any, Config], ...], results: Any) -> None:
+    """Compare a call on the emulator with its token loop in float64."""
     wide = {key: x.double() if isinstance(x, torch.Tensor) else x for key, x in a.items()}
     fed = {"o": inputs.incoming(a["v"][:, : a["q"].shape[1]], 1), "state": inputs.incoming(a["initial_state"], 2)}
     truth = results(getattr(reference, rule), wide, None, {key: x.double() for key, x in fed.items()})
-    with on_the_emulator() as machine, segment_rule.forced(segments):
+    with on_the_emulator(configs) as machine, segment_rule.forced(segments):
         got = results(getattr(wyfold, f"chunk_{rule}"), a, None, fed, chunk_size=64)
     assert ("wyfold_segment_summary_gluon" in machine.launches) == (segments > 1)
     assert {"wyfold_scan_gluon", "wyfold_scan_bwd_gluon"} <= {*machine.launches}

@@ -14,7 +14,6 @@ from wyfold.kernels.prepare.gluon import scalar
 from wyfold.runtime.chunk_layout import chunk_grid
 from wyfold.runtime.kernel_configs import Config
 
-K = 128
 CALLS = [
     {},
     {"gate": False},
@@ -27,6 +26,9 @@ CALLS = [
     {"wide": 129, "norm": True},
     {"logit": True},
     {"erases": False, "norm": True},
+    {"K": 256},
+    {"K": 256, "norm": True, "T": 100, "cu": [0, 30, 90]},
+    {"K": 256, "norm": True, "wide": 257},
 ]
 CASES = cases(CALLS)
 
@@ -67,15 +69,16 @@ def judge(
     norm: bool = False,
     cu: list[int] | None = None,
     gate: bool = True,
-    wide: int = 128,
+    K: int = 128,
+    wide: int | None = None,
     logit: bool = False,
     erases: bool = True,
 ) -> None:
-    """wide: distance between heads; odd ones cannot be TMA strides. logit: beta is passed before its sigmoid."""
+    """wide: distance between heads, K by default; odd ones cannot be TMA strides. logit: beta before its sigmoid."""
     q, k = (torch.randn(B, T, H, K) for _ in range(2))
     if not norm:
         q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
-    q, k = (torch.nn.functional.pad(x.bfloat16(), (0, wide - K))[..., :K] for x in (q, k))
+    q, k = (torch.nn.functional.pad(x.bfloat16(), (0, (wide or K) - K))[..., :K] for x in (q, k))
     given, g = torch.rand(B, T, HV), -torch.rand(B, T, HV) * 0.1 * gate
     given[:, ::7] *= logit  # a strength of zero, which must not be divided by
     spans = [(b, 0, T) for b in range(B)] if cu is None else [(0, *span) for span in itertools.pairwise(cu)]

@@ -26,7 +26,10 @@ SHAPES = [
     {"T": 40},
     {"T": 130, "K": 64},
 ]
-CASES = cases(CONFIGS, FORMS, SHAPES)
+WIDE = [({"BV": 64, "PARTS": 1, "OUT": 1}, 2)]
+"""Configurations for keys of 256 channels, which have no folded form."""
+WIDE_FORMS = [("scalar", False), ("scalar", False, False)]
+CASES = cases(CONFIGS, FORMS, SHAPES) + cases(WIDE, WIDE_FORMS, [shape | {"K": 256} for shape in SHAPES[:4]])
 
 
 def expected(call: Call) -> tuple[list[int], dict[str, Tensor]]:

@@ -505,10 +505,26 @@ GLUON_KERNELS = (
     ),
     Mutant(
         "gradients of a key head lack those of a value head",
-        "kernels/gradients/gluon/scalar/heads.py",
+        "kernels/gradients/gluon/heads.py",
         "_store_sum",
         "gl.static_range(GR)",
         "gl.static_range(1, GR)",
+        "emulator/test_gradients.py::test_gradients",
+    ),
+    Mutant(
+        "a state that fills the registers is read before it is stored",
+        "kernels/scan/gluon/consumer.py",
+        "_wide_step",
+        "left.store(S.to(OP))",
+        "pass",
+        "emulator/test_scan.py::test_scan",
+    ),
+    Mutant(
+        "gradients of wide heads lack the last slice of their keys",
+        "kernels/gradients/gluon/wide/producer.py",
+        "",
+        "[row, h * WIDTH], full, ring.dS.index(stage))",
+        "[row, 0], full, ring.dS.index(stage))",
         "emulator/test_gradients.py::test_gradients",
     ),
     Mutant(

@@ -206,7 +206,7 @@ def test_a_tuned_row_switches_no_backend_on():
     for kernel, found in tuned.items():
         stage = kernel.removesuffix(".gluon")
         assert all(kernel_configs.dispatched("sm_90", stage, LaunchKey.parse(words)) for words in found), kernel
-    key, config = LaunchKey.parse("bf16 K64 V64 C64 scalar WF"), Config(4, 1)
+    key, config = LaunchKey.parse("bf16 K32 V64 C64 scalar WF"), Config(4, 1)
     with kernel_configs.override_row("sm_90", "scan.gluon", str(key), config):
         assert not kernel_configs.dispatched("sm_90", "scan", key)
 

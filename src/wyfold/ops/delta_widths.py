@@ -1,8 +1,9 @@
 """Key and value widths that kernels lack, computed with widths that they have.
 
 Zeros appended to the rows of q and k change neither their products nor their norms, and the rows of the state that
-belong to them stay zero. The columns of a state do not depend on each other, so a wide value head is computed as
-several narrow ones that read the same key head. Autograd cuts and adds the gradients.
+belong to them stay zero. The columns of a state do not depend on each other, so a wide value head can be computed as
+several narrow ones that read the same key head. Autograd cuts and adds the gradients. Kernels of diagonal-plus-low-rank
+rules need that above `WIDEST_LOW_RANK`.
 
 The fastest kernels have heads of 128. A wider value head is computed as several of those, where that is faster
 (`best_head_width` in `wyfold.ops.delta_plan`).
@@ -21,8 +22,8 @@ MULTIPLE = 8
 """Widths of kernels are multiples of it."""
 WIDEST_KEY, WIDEST_VALUE = 256, 512
 """Largest widths of a call."""
-WIDEST = 256
-"""Largest width of a kernel."""
+WIDEST_LOW_RANK = 256
+"""Largest width V of a kernel of a diagonal-plus-low-rank rule."""
 
 
 class Widths(NamedTuple):
@@ -56,12 +57,13 @@ def fitted(t: DeltaTensors, rule: str, *, v_first: bool, head_width: int = 0) ->
         head_width: As of `DeltaOptions`.
     """
     K, V = t.q.shape[-1], t.v.shape[-1]
+    widest = WIDEST_VALUE if rule == "delta" else WIDEST_LOW_RANK
     if head_width:
         widths = Widths(K, V, head_width, head_width, -(-V // head_width))
-    elif K % MULTIPLE == 0 and V % MULTIPLE == 0 and V <= WIDEST:
+    elif K % MULTIPLE == 0 and V % MULTIPLE == 0 and V <= widest:
         return t, None
     else:
-        parts = -(-V // WIDEST)
+        parts = -(-V // widest)
         widths = Widths(K, V, _rounded(K), _rounded(-(-V // parts)), parts)
     channel, keys = t.g is not None and t.g.ndim == 4, widths.key - widths.K
     g = _padded(t.g, keys) if t.g is not None and channel else t.g

@@ -1,6 +1,7 @@
-"""`gradients` in Gluon for Hopper: bfloat16, chunks of 64, K = V = 128.
+"""`gradients` in Gluon for Hopper: bfloat16, chunks of 64.
 
-`scalar` serves no gate and a scalar gate, `channel` a channel gate.
+`scalar` serves no gate and a scalar gate with K = V = 128, `wide` the same with other multiples of 64 and equal heads,
+`channel` a channel gate with K = V = 128. `heads` adds the gradients of value heads in groups.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from torch import Tensor
 
 from wyfold.kernels.gradients.gluon import channel, scalar
 from wyfold.kernels.gradients.gluon.channel import wyfold_gradients_channel_gluon, wyfold_gradients_norm_gluon
-from wyfold.kernels.gradients.gluon.scalar import wyfold_gradients_gluon, wyfold_gradients_heads_gluon
+from wyfold.kernels.gradients.gluon.heads import wyfold_gradients_heads_gluon
+from wyfold.kernels.gradients.gluon.scalar import wyfold_gradients_gluon
+from wyfold.kernels.gradients.gluon.scalar.launch import HEAD
+from wyfold.kernels.gradients.gluon.wide import wyfold_gradients_wide_gluon
 from wyfold.kernels.records import GradientOutputs, TokenBorders
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import LaunchKey
@@ -19,10 +23,13 @@ from wyfold.tile.decay.triton import gate_flags
 
 def kernels_of(key: LaunchKey) -> tuple[str, ...]:
     """Names of the kernels that calls of a key launch, for `explain`."""
-    if key.per_channel:
-        kernels = (wyfold_gradients_channel_gluon, *([wyfold_gradients_norm_gluon] if key.norm else []))
-    else:
-        kernels = (wyfold_gradients_gluon, *([] if key.group == 1 else [wyfold_gradients_heads_gluon]))
+    wide = (key.K, key.V) != (HEAD, HEAD)
+    scalar_kernel = wyfold_gradients_wide_gluon if wide else wyfold_gradients_gluon
+    kernels = [wyfold_gradients_channel_gluon if key.per_channel else scalar_kernel]
+    if key.group != 1:
+        kernels.append(wyfold_gradients_heads_gluon)
+    elif key.per_channel and key.norm:
+        kernels.append(wyfold_gradients_norm_gluon)
     return tuple([kernel.fn.__name__ for kernel in kernels])
 
 

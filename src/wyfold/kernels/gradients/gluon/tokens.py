@@ -19,7 +19,6 @@ class Outputs(NamedTuple):
     Attributes:
         dq, s_dq, dk, s_dk, dv, s_dv: Gradients of the tokens, for chunks that are not full.
         dbeta, s_dbeta: Gradient of the write strength, or None.
-        sums: float32 tiles in which the dq and dk of a key head's value heads are summed; None with one value head.
     """
 
     dq: Any
@@ -30,15 +29,13 @@ class Outputs(NamedTuple):
     s_dv: Any
     dbeta: Any
     s_dbeta: Any
-    sums: Any
     end: None = None
 
 
-def output_views(dq: Tensor, dk: Tensor, dv: Tensor | None, dbeta: Tensor | None, sums: Tensor | None) -> Outputs:
+def output_views(dq: Tensor, dk: Tensor, dv: Tensor | None, dbeta: Tensor | None) -> Outputs:
     """The gradients of the tokens as a kernel argument."""
     return Outputs(
         dq=dq, s_dq=strides(dq), dk=dk, s_dk=strides(dk), dv=dv, s_dv=strides(dv), dbeta=dbeta, s_dbeta=strides(dbeta),
-        sums=sums,
     )  # fmt: skip
 
 
@@ -117,18 +114,6 @@ def store_scalars(p, s, coords, o, x):
     """Store one number per token where p is not None."""
     if p is not None:
         gl.store(p + coords.b * s[0] + (coords.t + o) * s[1] + coords.h * s[2], x, mask=o < coords.rows)
-
-
-@gluon.jit
-def sum_tile(p_sums, tile, L: gl.constexpr, M: gl.constexpr, W: gl.constexpr):
-    """Pointers to a float32 tile of sums over value heads.   [M, W]
-
-    In one layout, a thread has the same elements for every value head. It loads only what it stored itself, so no
-    barrier is needed between a store and the load for the next head. Blocks of 8 columns follow one another, so that
-    the 8 rows of an accumulator that a warp accesses at once are contiguous.
-    """
-    o_m, o_w = gl.arange(0, M, layout=gl.SliceLayout(1, L)), gl.arange(0, W, layout=gl.SliceLayout(0, L))
-    return p_sums + tile * (M * W) + (o_m * 8)[:, None] + (o_w // 8 * (8 * M) + o_w % 8)[None, :]
 
 
 @gluon.jit

@@ -33,9 +33,10 @@ from wyfold.kernels.pipeline.gluon.ring import (
     specialize,
     stage_before,
 )
-from wyfold.kernels.pipeline.gluon.states import Layouts, layouts, load_state, store_state
+from wyfold.kernels.pipeline.gluon.states import IN_REGISTERS, Layouts, layouts, load_state, store_state
 
 __all__ = [
+    "IN_REGISTERS",
     "ChunkInputs",
     "Ends",
     "Layouts",

@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+IN_REGISTERS = gl.constexpr(128)
+"""Most channels of a state whose rounded copy, as a left operand, fits into registers beside it."""
+
 
 class Layouts(NamedTuple):
     """Register layouts of a consumer with tiles of value rows.

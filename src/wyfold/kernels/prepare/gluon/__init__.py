@@ -1,6 +1,6 @@
-"""`prepare` in Gluon for Hopper: bfloat16, K = 128, chunks of 64.
+"""`prepare` in Gluon for Hopper: bfloat16, chunks of 64.
 
-`scalar` serves no gate and a scalar gate, `channel` a channel gate.
+`scalar` serves no gate and a scalar gate, with K of 64, 128 and 256, `channel` a channel gate with K = 128.
 """
 
 from __future__ import annotations

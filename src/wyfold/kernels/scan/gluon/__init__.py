@@ -16,6 +16,10 @@ in the register layout that WGMMA reads. Every right operand is a tile in shared
 The critical path of a chunk's state is its products and three conversions. The output's products run in their shadow,
 and its store overlaps the last product.
 
+A state of 256 channels fills the registers. Its rounded copy then passes through shared memory, from where both of its
+products read it. The queries' product is issued behind that of the residual (`_wide_step`), so one accumulator fewer is
+alive. Such calls are unfolded.
+
 A program's value rows are split between two parts that share the tiles (PARTS 2), or all its warpgroups work on them
 together (PARTS 1). Mbarriers in shared memory synchronise the stages. `full` completes when TMA has written the
 stage. `free` completes when every part has read it. A part arrives there after it has issued the next chunk's first
@@ -63,7 +67,7 @@ def scan(
 ) -> None:
     """Run every sequence from its entering state. The arguments are those of the Triton launch.
 
-    Tokens are bfloat16, with the K of the configuration's row for `key`: all rows have 128. Chunks have 64 tokens.
+    Tokens are bfloat16, with the K of the configuration's row for `key`: 64, 128 or 256. Chunks have 64 tokens.
     Tokens that TMA cannot read are copied first. `states` and `first_state` are None: calls that want intermediate
     states use the Triton launch (`table.selected_backend`).
     """

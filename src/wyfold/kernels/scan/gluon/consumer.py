@@ -6,11 +6,17 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from wyfold.kernels.pipeline.gluon import layouts, load_state, next_stage, release, stage_before, store_state
 from wyfold.tile.decay.gluon import chunk_decay
-from wyfold.tile.index.gluon import clear_rows, tma_store
+from wyfold.tile.index.gluon import barrier, clear_rows, tma_store
 
 
 class Globals(NamedTuple):
@@ -31,8 +37,20 @@ class Globals(NamedTuple):
     segments: Any
 
 
+class Smem(NamedTuple):
+    """Shared memory of the consumers beside the ring.
+
+    Attributes:
+        out: Buffers of the output.
+        state: [PARTS, BW, K] rounded state of a part, if registers do not hold it as a left operand; else None.
+    """
+
+    out: Any
+    state: Any
+
+
 @gluon.jit
-def consumer(gmem, ring, out, coords, part, SIZES: gl.constexpr):
+def consumer(gmem, ring, smem, coords, part, SIZES: gl.constexpr):
     """Consumer: run BW value rows through all chunks."""
     HV: gl.constexpr = SIZES.HV
     BT: gl.constexpr = SIZES.BT
@@ -58,14 +76,20 @@ def consumer(gmem, ring, out, coords, part, SIZES: gl.constexpr):
             has_next = (i + 1) * BT < span.steps * BT + span.tail_rows
             next_total = chunk_decay(gmem.total, span.tile + (i + 1) * HV, has_next, opaque_zero, BW, LS)
         mbarrier.wait(ring.full.index(stage), phase)
-        S = _step(S, total, gmem, ring, out, span, part, stage, i, SIZES, True)
+        if smem.state is None:
+            S = _step(S, total, gmem, ring, smem, span, part, stage, i, SIZES, True)
+        else:
+            S = _wide_step(S, total, gmem, ring, smem, span, part, stage, i, SIZES, True)
         total = next_total
         stage, phase = next_stage(stage, phase, SIZES.STAGES)
     if span.tail_rows > 0:
         mbarrier.wait(ring.full.index(stage), phase)
-        S = _step(S, total, gmem, ring, out, span, part, stage, span.steps, SIZES, False)
+        if smem.state is None:
+            S = _step(S, total, gmem, ring, smem, span, part, stage, span.steps, SIZES, False)
+        else:
+            S = _wide_step(S, total, gmem, ring, smem, span, part, stage, span.steps, SIZES, False)
     elif span.steps > 0:
-        _release(gmem, ring, out, span, part, stage, span.steps, SIZES)
+        _release(gmem, ring, smem, span, part, stage, span.steps, SIZES)
     to = state.n
     if state.to is not None:
         to = state.to
@@ -74,7 +98,7 @@ def consumer(gmem, ring, out, coords, part, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def _step(S, total, gmem, ring, out, span, part, stage, i, SIZES: gl.constexpr, FULL: gl.constexpr):
+def _step(S, total, gmem, ring, smem, span, part, stage, i, SIZES: gl.constexpr, FULL: gl.constexpr):
     """Write a chunk's output; return the state leaving it.
 
     A channel gate implies FOLDED (`prepare.reads_folded`): the branches without FOLDED have one decay per token.
@@ -99,7 +123,7 @@ def _step(S, total, gmem, ring, out, span, part, stage, i, SIZES: gl.constexpr, 
     if ERASES:
         Sk = warpgroup_mma(left, key.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     Sq = warpgroup_mma(left, query.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
-    _release(gmem, ring, out, span, part, stage, i, SIZES)
+    _release(gmem, ring, smem, span, part, stage, i, SIZES)
     if not FULL:
         Sk, Sq = warpgroup_mma_wait(0, deps=[Sk, Sq])
     v = ring.x.index(stage * SIZES.PARTS + part).permute((1, 0)).load(LC)
@@ -135,8 +159,53 @@ def _step(S, total, gmem, ring, out, span, part, stage, i, SIZES: gl.constexpr, 
             clear_rows(key, span.tail_rows, BT, SIZES.K)
         S = warpgroup_mma(u, key, S, is_async=True)
     o = warpgroup_mma_wait(1, deps=[o])
-    _write_output((o * gmem.scale).to(OP), gmem, ring, out, span, part, stage, i, SIZES, FULL)
+    _write_output((o * gmem.scale).to(OP), gmem, ring, smem, span, part, stage, i, SIZES, FULL)
     return warpgroup_mma_wait(0, deps=[S])
+
+
+@gluon.jit
+def _wide_step(S, total, gmem, ring, smem, span, part, stage, i, SIZES: gl.constexpr, FULL: gl.constexpr):
+    """`_step` of a state that fills the registers, unfolded: its rounded copy is read from shared memory.
+
+    The queries' product is issued behind that of the residual, so that one accumulator fewer is alive.
+    """
+    BT: gl.constexpr = SIZES.BT
+    BW: gl.constexpr = SIZES.BV // SIZES.PARTS
+    L: gl.constexpr = layouts(SIZES.K, SIZES.BT, gl.num_warps())
+    LC: gl.constexpr = L.chunk
+    ROW: gl.constexpr = L.row
+    OP: gl.constexpr = ring.k.dtype
+    zero_acc = gl.zeros([BW, BT], gl.float32, LC)
+    key, query, factors = ring.k.index(stage), ring.q.index(stage), ring.rows.index(stage)
+    left = smem.state.index(part)
+    left.store(S.to(OP))
+    fence_async_shared()
+    barrier()
+    Sk = zero_acc
+    if SIZES.ERASES:
+        Sk = warpgroup_mma(left, key.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+    _release(gmem, ring, smem, span, part, stage, i, SIZES)
+    S = S * total
+    v = ring.x.index(stage * SIZES.PARTS + part).permute((1, 0)).load(LC)
+    if SIZES.ERASES:
+        Sk = warpgroup_mma_wait(0, deps=[Sk])
+    R = _residual(v, Sk, factors.slice(0, BT).load(ROW), span.tail_rows, SIZES, FULL)
+    y = gl.convert_layout(R.to(OP), L.chunk_left, assert_trivial=True)
+    e = warpgroup_mma(y, ring.write.index(stage), zero_acc, use_acc=False, is_async=True)
+    Sq = warpgroup_mma(left, query.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+    e = warpgroup_mma_wait(1, deps=[e])
+    beta_out = factors.slice(2 * BT, BT).load(ROW)
+    u = gl.convert_layout((e * beta_out[None, :]).to(OP), L.chunk_left, assert_trivial=True)
+    if not FULL:
+        Sq = warpgroup_mma_wait(0, deps=[Sq])
+        clear_rows(key, span.tail_rows, BT, SIZES.K)
+    S = warpgroup_mma(u, key, S, is_async=True)
+    if FULL:
+        Sq = warpgroup_mma_wait(1, deps=[Sq])
+    o = warpgroup_mma(y, ring.square.index(stage), Sq * factors.slice(BT, BT).load(ROW)[None, :], is_async=True)
+    S, o = warpgroup_mma_wait(0, deps=[S, o])
+    _write_output((o * gmem.scale).to(OP), gmem, ring, smem, span, part, stage, i, SIZES, FULL)
+    return S
 
 
 @gluon.jit
@@ -155,13 +224,13 @@ def _residual(v, Sk, in_k, rows, SIZES: gl.constexpr, FULL: gl.constexpr):
 
 
 @gluon.jit
-def _write_output(o, gmem, ring, out, span, part, stage, i, SIZES: gl.constexpr, FULL: gl.constexpr):
+def _write_output(o, gmem, ring, smem, span, part, stage, i, SIZES: gl.constexpr, FULL: gl.constexpr):
     """Write chunk i's output to its buffer once that is free, and the tokens of a partial chunk to global memory."""
     PENDING: gl.constexpr = SIZES.OUT - 1 if SIZES.OUT > 0 else 0
     tma.store_wait(pendings=PENDING)
     if SIZES.IN_PLACE:
         mbarrier.arrive(ring.x_free.index(stage_before(stage, SIZES.STAGES)), count=1, pred=i > 0)
-    buffer = _out_buffer(out, part, stage, i, SIZES)
+    buffer = _out_buffer(smem.out, part, stage, i, SIZES)
     buffer.permute((1, 0)).store(o)
     if not FULL:
         _store_tail(gmem, span, part, i, buffer, SIZES)
@@ -195,7 +264,7 @@ def _out_buffer(out, part, stage, i, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def _release(gmem, ring, out, span, part, stage, i, SIZES: gl.constexpr):
+def _release(gmem, ring, smem, span, part, stage, i, SIZES: gl.constexpr):
     """Free the stage of the chunk before chunk i, and issue the TMA store of its output; nothing for the first chunk.
 
     A TMA store of a block that lies entirely before the tensor is an illegal instruction (docs/facts/hopper.md, TMA-1).
@@ -203,5 +272,5 @@ def _release(gmem, ring, out, span, part, stage, i, SIZES: gl.constexpr):
     release(ring, stage, i > 0, SIZES.STAGES)
     if i > 0:
         column = (span.hv * gmem.tokens.s_o[2]).to(gl.int32) + span.column + part * (SIZES.BV // SIZES.PARTS)
-        buffer = _out_buffer(out, part, stage_before(stage, SIZES.STAGES), i - 1, SIZES)
+        buffer = _out_buffer(smem.out, part, stage_before(stage, SIZES.STAGES), i - 1, SIZES)
         tma_store(gmem.x_o, [span.token + (i - 1) * SIZES.BT, column], buffer)

@@ -7,8 +7,17 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from wyfold.kernels.pipeline.gluon import ChunkInputs, Ends, computed, produce, ring_of, span_of, specialize
-from wyfold.kernels.scan.gluon.consumer import Globals, consumer
+from wyfold.kernels.pipeline.gluon import (
+    IN_REGISTERS,
+    ChunkInputs,
+    Ends,
+    computed,
+    produce,
+    ring_of,
+    span_of,
+    specialize,
+)
+from wyfold.kernels.scan.gluon.consumer import Globals, Smem, consumer
 from wyfold.tile.index.gluon import clear_tokens
 from wyfold.tile.index.triton import TokenRows
 from wyfold.tile.index.triton.slots import segment_coords, slot_coords
@@ -111,7 +120,10 @@ def wyfold_scan_gluon(
     out = ring.x
     if OUT > 0:
         out = gl.allocate_shared_memory(x_o.dtype, [OUT * PARTS, BT, BW], x_o.layout)
+    state = None
+    if SIZES.K > IN_REGISTERS:
+        state = gl.allocate_shared_memory(x_k.dtype, [PARTS, BW, SIZES.K], x_k.layout)
     gmem = Globals(x_total, x_o, scale, tokens, states, segments)
     count = span.steps + (span.tail_rows > 0).to(gl.int32)
     coords = Coords(span, Ends(i_n, i_border, i_n < N, begins, ends, i_to))
-    specialize(consumer, gmem, ring, out, coords, produce, (inputs, ring, count, False, SIZES), SIZES)
+    specialize(consumer, gmem, ring, Smem(out, state), coords, produce, (inputs, ring, count, False, SIZES), SIZES)

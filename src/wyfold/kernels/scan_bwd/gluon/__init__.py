@@ -19,6 +19,9 @@ multiplication. A product with W starts from the rounding error of its operand, 
 state. In the reverse half do^T q does not depend on the gradient's products and fills the matrix units between two that
 do.
 
+A state of 256 channels fills the registers. Its products then read the rounded copy that TMA stores, and do is read
+from shared memory (`_wide_forward_step`, `_wide_reverse_step`). Such calls are unfolded.
+
 A half that needs fewer tiles leaves its stages partly unused: x holds v or do, square W or F. A partial chunk is a
 separate step, last in the forward half and first in the reverse half. Its rows past the last token are cleared in
 shared memory first.
@@ -66,8 +69,8 @@ def scan_bwd(
 ) -> None:
     """States and their gradients at the borders of every chunk. The arguments are those of the Triton launch.
 
-    Tokens are bfloat16, with the K of the configuration's row for `key`, 64 or 128. Chunks have 64 tokens. Tokens that
-    TMA cannot read are copied first. `prepared` includes W.
+    Tokens are bfloat16, with the K of the configuration's row for `key`: 64, 128 or 256. Chunks have 64 tokens. Tokens
+    that TMA cannot read are copied first. `prepared` includes W.
     """
     (H, K), (HV, V), C = q.shape[2:], v.shape[2:], grid.chunk_size
     config = tuned("scan_bwd.gluon", scan_bwd_key(key, grid.sequences, v), q.device)

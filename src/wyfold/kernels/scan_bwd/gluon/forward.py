@@ -12,8 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from wyfold.kernels.pipeline.gluon import layouts, next_stage
-from wyfold.kernels.scan_bwd.gluon.states import load_state, release
+from wyfold.kernels.pipeline.gluon import IN_REGISTERS, layouts, next_stage
+from wyfold.kernels.scan_bwd.gluon.states import load_state, release, store_left
 from wyfold.tile.dot.gluon import in_bfloat16
 from wyfold.tile.index.gluon import clear_rows, tma_store
 
@@ -46,13 +46,19 @@ def forward_half(gmem, smem, coords, part, SIZES: gl.constexpr):
                 other=0.0,
             )
         mbarrier.wait(smem.full.index(stage), phase)
-        S = _forward_step(S, total, gmem, smem, coords, part, stage, i, SIZES, True)
+        if K > IN_REGISTERS:
+            S = _wide_forward_step(S, total, gmem, smem, coords, part, stage, i, SIZES, True)
+        else:
+            S = _forward_step(S, total, gmem, smem, coords, part, stage, i, SIZES, True)
         total = next_total
         stage, phase = next_stage(stage, phase, SIZES.STAGES)
     last = coords.steps - 1
     if coords.tail_rows > 0:
         mbarrier.wait(smem.full.index(stage), phase)
-        _forward_step(S, total, gmem, smem, coords, part, stage, coords.steps, SIZES, False)
+        if K > IN_REGISTERS:
+            _wide_forward_step(S, total, gmem, smem, coords, part, stage, coords.steps, SIZES, False)
+        else:
+            _forward_step(S, total, gmem, smem, coords, part, stage, coords.steps, SIZES, False)
         last = coords.steps
     if last >= 0:
         fence_async_shared()
@@ -109,5 +115,39 @@ def _forward_step(S, total, gmem, smem, coords, part, stage, i, SIZES: gl.conste
         u = gl.convert_layout((e * beta_out[None, :]).to(OP), L.chunk_left, assert_trivial=True)
         S = warpgroup_mma(u, key, S, is_async=True)
     tma.store_wait(pendings=OUT - 1)
+    smem.tokens.index(part).permute((1, 0)).store(e.to(OP))
+    return warpgroup_mma_wait(0, deps=[S])
+
+
+@gluon.jit
+def _wide_forward_step(S, total, gmem, smem, coords, part, stage, i, SIZES: gl.constexpr, FULL: gl.constexpr):
+    """`_forward_step` of a state that fills the registers, unfolded: its rounded copy is read from shared memory."""
+    HV: gl.constexpr = SIZES.HV
+    BT: gl.constexpr = SIZES.BT
+    BW: gl.constexpr = SIZES.BV // SIZES.PARTS
+    L: gl.constexpr = layouts(SIZES.K, BT, gl.num_warps())
+    LC: gl.constexpr = L.chunk
+    ROW: gl.constexpr = L.row
+    OP: gl.constexpr = smem.k.dtype
+    zero_acc = gl.zeros([BW, BT], gl.float32, LC)
+    key, factors, x = smem.k.index(stage), smem.rows.index(stage), smem.x.index(stage * SIZES.PARTS + part)
+    if not FULL:
+        clear_rows(key, coords.tail_rows, BT, SIZES.K)
+        clear_rows(x, coords.tail_rows, BT, BW)
+    left = store_left(S.to(OP), smem, part, i, SIZES)
+    Sk = warpgroup_mma(left, key.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+    tile = coords.tile + i * HV
+    release(gmem.S, gmem.e, None, smem, part, tile, tile - HV, coords.column + part * BW, stage, i, SIZES)
+    v = x.permute((1, 0)).load(LC)
+    S = S * total
+    Sk = warpgroup_mma_wait(0, deps=[Sk])
+    R = v.to(gl.float32) - Sk * factors.slice(0, BT).load(ROW)[None, :]
+    r = gl.convert_layout(R.to(OP), L.chunk_left, assert_trivial=True)
+    e = warpgroup_mma(r, smem.square.index(stage), zero_acc, use_acc=False, is_async=True)
+    beta_out = factors.slice(3 * BT, BT).load(ROW) * factors.slice(2 * BT, BT).load(ROW)
+    e = warpgroup_mma_wait(0, deps=[e])
+    u = gl.convert_layout((e * beta_out[None, :]).to(OP), L.chunk_left, assert_trivial=True)
+    S = warpgroup_mma(u, key, S, is_async=True)
+    tma.store_wait(pendings=SIZES.OUT - 1)
     smem.tokens.index(part).permute((1, 0)).store(e.to(OP))
     return warpgroup_mma_wait(0, deps=[S])

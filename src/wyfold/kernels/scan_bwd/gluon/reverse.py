@@ -12,8 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from wyfold.kernels.pipeline.gluon import layouts, next_stage
-from wyfold.kernels.scan_bwd.gluon.states import load_state, release, store_state
+from wyfold.kernels.pipeline.gluon import IN_REGISTERS, layouts, next_stage
+from wyfold.kernels.scan_bwd.gluon.states import load_state, release, store_left, store_state
 from wyfold.tile.dot.gluon import in_bfloat16, one_over
 from wyfold.tile.index.gluon import clear_rows, tma_store
 from wyfold.tile.inverse.triton import nonzero_beta
@@ -47,7 +47,12 @@ def reverse_half(gmem, smem, coords, unit, scale, part, SIZES: gl.constexpr):
         if not CHANNEL:
             last_total = gl.load(gmem.total + coords.tile + coords.steps * HV)
         mbarrier.wait(smem.full.index(stage), phase)
-        dS = _reverse_step(dS, last_total, gmem, smem, coords, scale, part, stage, coords.steps, done, SIZES, False)
+        if K > IN_REGISTERS:
+            dS = _wide_reverse_step(
+                dS, last_total, gmem, smem, coords, scale, part, stage, coords.steps, done, SIZES, False
+            )
+        else:
+            dS = _reverse_step(dS, last_total, gmem, smem, coords, scale, part, stage, coords.steps, done, SIZES, False)
         done += 1
         stage += 1  # no wrap: there are at least two stages
     for j in range(coords.steps):
@@ -56,7 +61,10 @@ def reverse_half(gmem, smem, coords, unit, scale, part, SIZES: gl.constexpr):
         if not CHANNEL:
             next_total = gl.load(gmem.total + coords.tile + (i - 1) * HV, mask=i > 0, other=0.0)
         mbarrier.wait(smem.full.index(stage), phase)
-        dS = _reverse_step(dS, total, gmem, smem, coords, scale, part, stage, i, done, SIZES, True)
+        if K > IN_REGISTERS:
+            dS = _wide_reverse_step(dS, total, gmem, smem, coords, scale, part, stage, i, done, SIZES, True)
+        else:
+            dS = _reverse_step(dS, total, gmem, smem, coords, scale, part, stage, i, done, SIZES, True)
         total = next_total
         done += 1
         stage, phase = next_stage(stage, phase, SIZES.STAGES)
@@ -129,6 +137,58 @@ def _reverse_step(dS, total, gmem, smem, coords, scale, part, stage, i, done, SI
         X += dY
     else:
         X += dY * one_over(nonzero_beta(beta))[None, :]
+    dR = gl.convert_layout((-(X * (beta * in_k)[None, :])).to(OP), L.chunk_left, assert_trivial=True)
+    dS = warpgroup_mma(dR, key, dS, is_async=True)
+    tma.store_wait(pendings=SIZES.OUT - 1)
+    smem.tokens.index(part).permute((1, 0)).store(X.to(OP))
+    return warpgroup_mma_wait(0, deps=[dS])
+
+
+@gluon.jit
+def _wide_reverse_step(
+    dS, total, gmem, smem, coords, scale, part, stage, i, done, SIZES: gl.constexpr, FULL: gl.constexpr
+):
+    """`_reverse_step` of a gradient that fills the registers, unfolded.
+
+    Its rounded copy and do are read from shared memory, and do is loaded where it is scaled.
+    """
+    HV: gl.constexpr = SIZES.HV
+    BT: gl.constexpr = SIZES.BT
+    BW: gl.constexpr = SIZES.BV // SIZES.PARTS
+    L: gl.constexpr = layouts(SIZES.K, BT, gl.num_warps())
+    LC: gl.constexpr = L.chunk
+    ROW: gl.constexpr = L.row
+    OP: gl.constexpr = smem.k.dtype
+    zero_acc = gl.zeros([BW, BT], gl.float32, LC)
+    key, query, factors = smem.k.index(stage), smem.q.index(stage), smem.rows.index(stage)
+    x, square, write = smem.x.index(stage * SIZES.PARTS + part), smem.square.index(stage), smem.write.index(stage)
+    if not FULL:
+        clear_rows(key, coords.tail_rows, BT, SIZES.K)
+        clear_rows(query, coords.tail_rows, BT, SIZES.K)
+        clear_rows(x, coords.tail_rows, BT, BW)
+    left = store_left(dS.to(OP), smem, part, done, SIZES)
+    dY = warpgroup_mma(left, key.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+    tile = coords.tile + i * HV
+    release(gmem.dS, gmem.X, None, smem, part, tile, tile + HV, coords.column + part * BW, stage, done, SIZES)
+    dS = dS * total
+    dY = warpgroup_mma_wait(0, deps=[dY])
+    out = factors.slice(2 * BT, BT).load(ROW) * nonzero_beta(factors.slice(3 * BT, BT).load(ROW))
+    d, d_wide = in_bfloat16(dY * out[None, :])
+    less = gl.fma(dY, out[None, :], -d_wide)
+    d = gl.convert_layout(d, L.chunk_left, assert_trivial=True)
+    dY = warpgroup_mma(d, write.permute((1, 0)), less, is_async=True)
+    X = warpgroup_mma(x.permute((1, 0)), square.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+    in_q = factors.slice(BT, BT).load(ROW)
+    if scale is not None:
+        in_q *= scale
+    doT = (x.permute((1, 0)).load(LC).to(gl.float32) * in_q[None, :]).to(OP)
+    dS = warpgroup_mma(gl.convert_layout(doT, L.chunk_left, assert_trivial=True), query, dS, is_async=True)
+    X, dY = warpgroup_mma_wait(1, deps=[X, dY])
+    if scale is not None:
+        X *= scale
+    beta = factors.slice(3 * BT, BT).load(ROW)
+    X += dY * one_over(nonzero_beta(beta))[None, :]
+    in_k = factors.slice(0, BT).load(ROW)
     dR = gl.convert_layout((-(X * (beta * in_k)[None, :])).to(OP), L.chunk_left, assert_trivial=True)
     dS = warpgroup_mma(dR, key, dS, is_async=True)
     tma.store_wait(pendings=SIZES.OUT - 1)

@@ -7,7 +7,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from wyfold.kernels.pipeline.gluon import stage_before
-from wyfold.tile.index.gluon import tma_store
+from wyfold.tile.index.gluon import barrier, tma_store
+
+
+@gluon.jit
+def store_left(rounded, smem, part, done, SIZES: gl.constexpr):
+    """Store a rounded state to its buffer, from where it is the left operand of the chunk's products."""
+    left = smem.state.index((done % SIZES.OUT) * SIZES.PARTS + part)
+    left.store(rounded)
+    fence_async_shared()
+    barrier()
+    return left
 
 
 @gluon.jit
@@ -16,14 +26,18 @@ def release(x_state, x_tokens, rounded, smem, part, tile, tile_before, first_row
 
     Nothing is stored or released for the chunk before the first, which has no block. A state buffer is free: every
     chunk ends by waiting until TMA has read all but the last OUT - 1 states.
+
+    Args:
+        rounded: The state; None if its buffer has it already (`store_left`).
     """
     V: gl.constexpr = SIZES.V
     BT: gl.constexpr = SIZES.BT
     PARTS: gl.constexpr = SIZES.PARTS
     OUT: gl.constexpr = SIZES.OUT
     state = smem.state.index((done % OUT) * PARTS + part)
-    state.store(rounded)
-    fence_async_shared()
+    if rounded is not None:
+        state.store(rounded)
+        fence_async_shared()
     before = stage_before(stage, SIZES.STAGES)
     mbarrier.arrive(smem.free.index(before), count=1, pred=done > 0)
     if done > 0:

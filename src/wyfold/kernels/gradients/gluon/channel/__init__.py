@@ -1,13 +1,14 @@
 """`gradients` in Gluon for Hopper under a channel gate: bfloat16, chunks of 64, K = V = 128.
 
-One program computes one half of the channels of one chunk and key head, value head by value head. It issues all loads
-of a value head before it computes with it. Its shared memory lets two programs fit a multiprocessor (a test of
-`tests/compile/test_gradients_gluon.py`). Both programs of a chunk compute the gradients of the grams, which need all of
-V. They are neighbours in the grid, so that the second load of e, X and do can hit L2. Tiles are [channel, token], so a
-token's decay scales a left operand in registers, and no decayed row is ever stored.
+One program computes one half of the channels of one chunk and value head. It issues all loads before it computes. Its
+shared memory lets two programs fit a multiprocessor (a test of `tests/compile/test_gradients_gluon.py`). Both programs
+of a chunk compute the gradients of the grams, which need all of V. They are neighbours in the grid, so that the second
+load of e, X and do can hit L2. Tiles are [channel, token], so a token's decay scales a left operand in registers, and
+no decayed row is ever stored.
 
-dq and dk are sums over the value heads, in their order. Each thread adds what it computed for a head to its part of the
-sums, in float32 in global memory (`sum_tile`), since the tiles of a head take all registers and shared memory.
+With several value heads to a key head, a program stores its dq and dk in bfloat16 over its half of the tile of S, which
+only this program reads, dk behind dq. A second kernel (`heads`, beside this package) sums them in float32, in the order
+of the heads, and applies the norm's adjoint.
 
 **Letters** that docs/algorithm.md lacks, or uses for something else:
 
@@ -57,7 +58,7 @@ sub-chunk, and a thread all 8 rows of two of its channels.
 and the gradients through the states carry the row's own norm. For a raw row u with normed row n = u/|u|, accumulators
 then hold z = dn/|u| in place of dn. x and y do not change, since u z = n dn in every channel. The norm's adjoint,
 du = z - u <u, z>/|u|^2, needs all channels: both programs store z, rounded, and their part of <u, z>, and
-`wyfold_gradients_norm_gluon` follows.
+`wyfold_gradients_norm_gluon` follows. Of value heads in groups `heads` does both.
 
 Rows past a sequence's end are zeroed. Inputs that TMA cannot read are copied, as in `wyfold.kernels.gradients.gluon`.
 """

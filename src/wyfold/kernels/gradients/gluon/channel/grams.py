@@ -18,7 +18,7 @@ from wyfold.tile.index.gluon import barrier, clear_rows
 
 @gluon.jit
 def gram_gradients(
-    head, betas, norms_q, norms_k, bars, strength, outputs, factors, value, half, r,
+    head, betas, norms_q, norms_k, bars, strength, outputs, factors, coords, half,
     SIZES: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
     """Gradients of the grams P and J, scaled, and the gradients of q, k and w through the states, in flight.
@@ -34,18 +34,18 @@ def gram_gradients(
     BT: gl.constexpr = SIZES.BT
     WHOLE: gl.constexpr = FLAGS.WHOLE
     NORM: gl.constexpr = FLAGS.NORM
-    rows = value.rows
+    rows = coords.rows
     LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BT, 16])
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 16, 16])
     CH: gl.constexpr = gl.SliceLayout(1, L)
     zero_acc = gl.zeros([BT, BT], gl.float32, LC)  # also of [BK, BT] and [BK, BK] products: BK = BT
-    mbarrier.wait(bars.index(0), r % 2)
+    mbarrier.wait(bars.index(0), 0)
     if not WHOLE:
         if rows < BT:
             clear_rows(head.do, rows, BT, V)
     dJ = warpgroup_mma(head.X, head.e.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     dP = warpgroup_mma(head.do, head.e.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
-    mbarrier.wait(bars.index(1), r % 2)
+    mbarrier.wait(bars.index(1), 0)
     # Only the diagonal is used: <S, dS> of every channel. A product reads both states from shared memory;
     # elementwise, both would be loaded into registers.
     trace = warpgroup_mma(head.S.permute((1, 0)), head.dS, zero_acc, use_acc=False, is_async=True)
@@ -57,7 +57,7 @@ def gram_gradients(
     carried = gl.sum(gl.where(o_r[:, None] == o_c[None, :], trace, 0.0), axis=1) * factors.unit
     carried = gl.convert_layout(carried, CH, assert_trivial=True)
     beta_r, beta_c = (betas.load(gl.SliceLayout(1, LC)), betas.load(gl.SliceLayout(0, LC)))
-    store_dbeta(strength, outputs, value, dJ, o_r, o_c, half, factors.unit, FLAGS.LOGIT)
+    store_dbeta(strength, outputs, coords, dJ, o_r, o_c, half, factors.unit, FLAGS.LOGIT)
     read, written = (gl.full([BT], factors.scale, gl.float32, gl.SliceLayout(0, LC)), beta_c * factors.unit)
     erased = beta_c * factors.erased_unit
     dP, dJ = (dP * (factors.scale * beta_c)[None, :], dJ * (beta_c[None, :] * (-beta_r * factors.erased_unit)[:, None]))

@@ -10,6 +10,7 @@ from torch import Tensor
 from wyfold.kernels.gradients.gluon.channel.arguments import Flags, Sizes, Tokens
 from wyfold.kernels.gradients.gluon.channel.kernel import wyfold_gradients_channel_gluon
 from wyfold.kernels.gradients.gluon.channel.norm import wyfold_gradients_norm_gluon
+from wyfold.kernels.gradients.gluon.heads import HeadSizes, head_arguments, wyfold_gradients_heads_gluon
 from wyfold.kernels.gradients.gluon.tokens import copy_wanted, output_views
 from wyfold.kernels.gradients.triton.arguments import Factors
 from wyfold.kernels.gradients.triton.terms import sum_over_chunks
@@ -45,22 +46,24 @@ def gradients(
     Args:
         q, k, g, beta, A_log, dt_bias: As given to the operator, with the sizes and dtypes that `key` implies.
         do: [B, T, HV, V] gradient of the output.
-        borders: From `scan_bwd`, and with the l2 norm the norms from `prepare`.
+        borders: From `scan_bwd`, and with the l2 norm the norms from `prepare`. With several value heads to a key
+            head, S is overwritten.
         grid: The call's chunk grid, of chunks of 64.
         options: As given to `prepare`.
         key: Launch configuration key.
         out: Written, as by the Triton launch.
     """
-    (H, K), (HV, V), C = q.shape[2:], do.shape[2:], grid.chunk_size
-    config = tuned("gradients.gluon", key, q.device)
+    (H, K), (HV, V), C, config = q.shape[2:], do.shape[2:], grid.chunk_size, tuned("gradients.gluon", key, q.device)
     read_q, read_k, read_do, read_g = reads = [_readable(x) for x in (q, k, do, g)]
     out_q, out_k, out_g = map(_output_buffer, (out.q, out.k, out.g), (read_q, read_k, read_g))
+    if HV > H:  # a program reads its half of S before it stores dq and dk there
+        out_q, out_k = (borders.S.view(-1, K)[row:].view(1, -1, 1, K) for row in (0, C))
     work = _workspace(q, HV, grid, options, out)
     blocks = [*reads, out_q, out_k, out_g]
     x_q, x_k, x_do, x_g, x_dq, x_dk, x_dg, x_S, x_dS, x_e, x_X = _descriptors(blocks, borders, C, K // 2)
     launch_kernel(
         wyfold_gradients_channel_gluon,
-        grid.chunks * H * 2,
+        grid.chunks * HV * 2,
         x_q=x_q,
         x_k=x_k,
         x_do=x_do,
@@ -83,7 +86,7 @@ def gradients(
         ),
         gate=Gate(A_log=A_log, dt_bias=dt_bias, lower_bound=options.lower_bound, clamp=options.clamp or FLOOR),
         strength=Strength(beta=beta, s_beta=strides(beta), most=options.beta_most),
-        outputs=output_views(out_q, out_k, out.v, out.beta, work.sums),
+        outputs=output_views(out_q, out_k, out.v, out.beta),
         dgate=GateGradient(g=out_g, s_g=out_g.stride(), A_log=work.A_log, dt_bias=work.dt_bias),
         packing=Packing(cu=grid.cu, first=grid.first, sequence=grid.sequence),
         factors=Factors(options.scale, options.unit, options.unit * float(options.erases)),
@@ -101,9 +104,13 @@ def gradients(
         ),
         **config.options(),
     )
-    if work.norm_dots is not None:
+    if HV > H:
+        sizes = HeadSizes(H, HV // H, K, C, ROWS=V, COLUMNS=K, NORM=options.qk_l2norm)
+        summed = head_arguments((out_q, out_k), (read_q, read_k), out, sizes, grid, config)
+        launch_kernel(wyfold_gradients_heads_gluon, grid.chunks * H, **summed)
+    elif work.norm_dots is not None:
         _launch_norm(read_q, read_k, out_q, out_k, work.norm_dots, grid, config)
-    copy_wanted((out_q, out_k, out_g), (out.q, out.k, out.g))
+    copy_wanted(*(((out_g,), (out.g,)) if HV > H else ((out_q, out_k, out_g), (out.q, out.k, out.g))))
     sum_over_chunks(work.A_log, out.A_log)
     sum_over_chunks(work.dt_bias, out.dt_bias)
 
@@ -115,27 +122,24 @@ class Workspace(NamedTuple):
         A_log: [chunks, HV, 2] gradient of A_log, by halves of the channels.
         dt_bias: [chunks, HV, K] gradient of dt_bias.
         norm_dots: [chunks * H, 2, 2, C] dot products for the norm's adjoint.
-        sums: [chunks * H * 2, 4, C / 2, K / 2] sums of dq and dk over value heads.
     """
 
     A_log: Tensor | None
     dt_bias: Tensor | None
     norm_dots: Tensor | None
-    sums: Tensor | None
 
 
 def _workspace(q: Tensor, HV: int, grid: ChunkGrid, options: DeltaOptions, out: GradientOutputs) -> Workspace:
     """Allocate the workspace of a call."""
     (H, K), C = q.shape[2:], grid.chunk_size
     dA_log = ddt_bias = norm_dots = None
-    if options.qk_l2norm:
+    if options.qk_l2norm and HV == H:
         norm_dots = q.new_empty(grid.chunks * H, 2, 2, C, dtype=torch.float32)
     if out.A_log is not None:
         dA_log = q.new_empty(grid.chunks, HV, 2, dtype=torch.float32)
     if out.dt_bias is not None:
         ddt_bias = q.new_empty(grid.chunks, HV, K, dtype=torch.float32)
-    sums = q.new_empty(grid.chunks * H * 2, 4, C // 2, K // 2, dtype=torch.float32) if HV > H else None
-    return Workspace(dA_log, ddt_bias, norm_dots, sums)
+    return Workspace(dA_log, ddt_bias, norm_dots)
 
 
 def _launch_norm(

@@ -42,28 +42,25 @@ def allocate_head(x_do, x_e, x_X, x_S, x_dS, SIZES: gl.constexpr):
 
 @gluon.jit
 def load_head(
-    x_q, x_k, x_do, x_g, x_S, x_dS, x_e, x_X, tokens, head, t_q, t_k, t_g, bars, value, i_h, i_tile, column, r,
+    x_q, x_k, x_do, x_g, x_S, x_dS, x_e, x_X, tokens, head, t_q, t_k, t_g, bars, coords, i_tile, column,
     SIZES: gl.constexpr,
 ):  # fmt: skip
-    """Issue all loads of value head r; q and k with the first head of their key head."""
+    """Issue all loads of a value head."""
     V: gl.constexpr = SIZES.V
     BT: gl.constexpr = SIZES.BT
     GR: gl.constexpr = SIZES.HV // SIZES.H
+    i_h = coords.h // GR  # key head
     tile, values_ready, states_ready, tokens_ready = (i_tile.to(gl.int32), bars.index(0), bars.index(1), bars.index(2))
     column_q, column_k = ((i_h * tokens.h_q).to(gl.int32) + column, (i_h * tokens.h_k).to(gl.int32) + column)
-    column_g, column_do = ((value.h * tokens.h_g).to(gl.int32) + column, (value.h * tokens.h_do).to(gl.int32))
+    column_g, column_do = ((coords.h * tokens.h_g).to(gl.int32) + column, (coords.h * tokens.h_do).to(gl.int32))
     mbarrier.expect(values_ready, x_X.block_type.nbytes + x_e.block_type.nbytes + x_do.block_type.nbytes)
     tma_load(x_X, [tile * BT, 0], values_ready, head.X)
     tma_load(x_e, [tile * BT, 0], values_ready, head.e)
-    tma_load(x_do, [value.token, column_do], values_ready, head.do)
+    tma_load(x_do, [coords.token, column_do], values_ready, head.do)
     mbarrier.expect(states_ready, x_S.block_type.nbytes + x_dS.block_type.nbytes)
     tma_load(x_S, [tile * V, column], states_ready, head.S)
     tma_load(x_dS, [tile * V, column], states_ready, head.dS)
-    if GR == 1 or r == 0:
-        mbarrier.expect(tokens_ready, x_g.block_type.nbytes + x_q.block_type.nbytes + x_k.block_type.nbytes)
-        tma_load(x_g, [value.token, column_g], tokens_ready, t_g)
-        tma_load(x_q, [value.token, column_q], tokens_ready, t_q)
-        tma_load(x_k, [value.token, column_k], tokens_ready, t_k)
-    else:
-        mbarrier.expect(tokens_ready, x_g.block_type.nbytes)
-        tma_load(x_g, [value.token, column_g], tokens_ready, t_g)
+    mbarrier.expect(tokens_ready, x_g.block_type.nbytes + x_q.block_type.nbytes + x_k.block_type.nbytes)
+    tma_load(x_g, [coords.token, column_g], tokens_ready, t_g)
+    tma_load(x_q, [coords.token, column_q], tokens_ready, t_q)
+    tma_load(x_k, [coords.token, column_k], tokens_ready, t_k)

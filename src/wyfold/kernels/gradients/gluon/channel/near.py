@@ -16,7 +16,7 @@ from wyfold.kernels.gradients.gluon.channel.tiles import (
     split8_rows,
     sum8_rows,
 )
-from wyfold.kernels.gradients.gluon.tokens import exp2, sum_tile
+from wyfold.kernels.gradients.gluon.tokens import exp2
 from wyfold.tile.activation.triton import LN_2
 from wyfold.tile.decay.gluon import activated_bwd, softplus_gate_bwd
 
@@ -66,17 +66,16 @@ def store_halves(near, halves, t_q, t_k, t_g, logs):
 
 @gluon.jit
 def near_pairs_sums(
-    tiles, tokens, gate, outputs, activation, value, column, pid, r,
+    tiles, tokens, gate, activation, value, column, pid,
     ROLLED: gl.constexpr, SIZES: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
     """Finish both halves of the tokens of a value head; terms of dA_log and ddt_bias, [4, BK] each."""
     K: gl.constexpr = SIZES.K
     BT: gl.constexpr = SIZES.BT
     BK: gl.constexpr = SIZES.K // 2
-    GR: gl.constexpr = SIZES.HV // SIZES.H
     ACTIVATION: gl.constexpr = FLAGS.ACTIVATION
     CLAMPED: gl.constexpr = FLAGS.CLAMPED
-    NORM: gl.constexpr = FLAGS.NORM
+    DOTS: gl.constexpr = FLAGS.NORM and SIZES.HV == SIZES.H
     NEAR: gl.constexpr = gl.BlockedLayout([8, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     rows = value.rows
     near_bias = 0.0
@@ -84,22 +83,22 @@ def near_pairs_sums(
         o_b = gl.arange(0, BK, layout=gl.SliceLayout(0, NEAR))
         near_bias = gl.load(gate.dt_bias + value.h * K + column + o_b).to(gl.float32)[None, :]
     p_dots = tokens.norm_dots
-    if NORM:
+    if DOTS:
         p_dots = tokens.norm_dots + pid * (2 * BT)
     SUMS: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     sum_A, sum_x = gl.zeros([4, BK], gl.float32, SUMS), gl.zeros([4, BK], gl.float32, SUMS)
     if ROLLED:
         for h in range(2):
             dA, dx = _near_pairs_half(
-                tiles, h, outputs.sums, pid * 4 + h, r, GR, p_dots, near_bias, activation, rows,
-                ROLLED, ACTIVATION, CLAMPED, NORM, NEAR,
+                tiles, h, p_dots, near_bias, activation, rows,
+                ROLLED, ACTIVATION, CLAMPED, DOTS, NEAR,
             )  # fmt: skip
             sum_A, sum_x = sum_A + dA, sum_x + dx
     else:
         for h in gl.static_range(2):
             dA, dx = _near_pairs_half(
-                tiles, h, outputs.sums, pid * 4 + h, r, GR, p_dots, near_bias, activation, rows,
-                ROLLED, ACTIVATION, CLAMPED, NORM, NEAR,
+                tiles, h, p_dots, near_bias, activation, rows,
+                ROLLED, ACTIVATION, CLAMPED, DOTS, NEAR,
             )  # fmt: skip
             sum_A, sum_x = sum_A + dA, sum_x + dx
     return sum_A, sum_x
@@ -109,10 +108,6 @@ def near_pairs_sums(
 def _near_pairs_half(
     tiles,
     h,
-    p_sums,
-    tile,
-    r,
-    GR: gl.constexpr,
     p_dots,
     bias,
     activation,
@@ -120,17 +115,10 @@ def _near_pairs_half(
     ROLLED: gl.constexpr,
     ACTIVATION: gl.constexpr,
     CLAMPED: gl.constexpr,
-    NORM: gl.constexpr,
+    DOTS: gl.constexpr,
     NEAR: gl.constexpr,
 ):
     """Finish 32 tokens of a value head: add the near pairs, and overwrite the tokens with their gradients.
-
-    q and k are overwritten after the last value head of their key head, with the sums over its heads.
-
-    Args:
-        p_sums: Sums over the value heads so far.
-        tile: Number of this half's sum for q; that for k is the second after it.
-        r: Value head, of the GR heads of its key head.
 
     Returns:
         Terms of dA_log and of ddt_bias, [4, BK] each: for every sub-chunk, in its warp.
@@ -154,21 +142,12 @@ def _near_pairs_half(
     dw, over = (tiles.dw.index(h).permute((1, 0)).load(NEAR), tiles.over.index(h).permute((1, 0)).load(ROW))
     q, k = t_q.load(NEAR).to(gl.float32), t_k.load(NEAR).to(gl.float32)
     dq, dk, dg = _near_pairs(tiles.near, h, q, k, a, dq, dk, dw, over, NEAR)
-    if GR > 1:
-        p_q = sum_tile(p_sums, tile, NEAR, dq.shape[0], dq.shape[1])
-        p_k = sum_tile(p_sums, tile + 2, NEAR, dq.shape[0], dq.shape[1])
-        is_later = gl.zeros(dq.shape, gl.int32, NEAR) + r > 0
-        dq, dk = dq + gl.load(p_q, is_later, 0.0), dk + gl.load(p_k, is_later, 0.0)
-        if r < GR - 1:
-            gl.store(p_q, dq)
-            gl.store(p_k, dk)
-    if GR == 1 or r == GR - 1:
-        if NORM:
-            # p_dots is [tile, half of the channels, q or k, token].
-            gl.store(p_dots + o_t, gl.sum(gl.fma(q, dq, 0.0), axis=1))
-            gl.store(p_dots + o_t + BT, gl.sum(gl.fma(k, dk, 0.0), axis=1))
-        t_q.store(dq.to(t_q.dtype))
-        t_k.store(dk.to(t_k.dtype))
+    if DOTS:
+        # p_dots is [tile, half of the channels, q or k, token].
+        gl.store(p_dots + o_t, gl.sum(gl.fma(q, dq, 0.0), axis=1))
+        gl.store(p_dots + o_t + BT, gl.sum(gl.fma(k, dk, 0.0), axis=1))
+    t_q.store(dq.to(t_q.dtype))
+    t_k.store(dk.to(t_k.dtype))
     if raw is None:
         raw = t_g.load(NEAR).to(gl.float32)
     if ACTIVATION == "softplus" and not CLAMPED:

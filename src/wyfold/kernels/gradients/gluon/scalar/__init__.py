@@ -18,15 +18,15 @@ Here x is a raw row of q or k. The dot product sums over both halves of K. So th
 the memory of x, and the first half of x is loaded again, into the memory of S (`_reload`).
 
 With several value heads to a key head, a program stores its dq and dk in bfloat16 over its own tiles of e and X, which
-it has read. A second kernel sums them in float32, in the order of the heads (`heads`). Sums inside of one program would
-have to pass through global memory in float32, since registers and shared memory are full with the tiles of one head.
+it has read. A second kernel (`heads`, beside this package) sums them in float32, in the order of the heads. Sums inside
+of one program would have to pass through global memory in float32, since registers and shared memory are full with the
+tiles of one head.
 
 In a partial chunk, the rows past the sequence's end are zeroed, and results are stored without TMA. Results do not
 depend on strides: inputs that TMA cannot read are copied, and gradients that are not requested go to temporaries.
 """
 
-from wyfold.kernels.gradients.gluon.scalar.heads import wyfold_gradients_heads_gluon
 from wyfold.kernels.gradients.gluon.scalar.kernel import wyfold_gradients_gluon
 from wyfold.kernels.gradients.gluon.scalar.launch import gradients
 
-__all__ = ["gradients", "wyfold_gradients_gluon", "wyfold_gradients_heads_gluon"]
+__all__ = ["gradients", "wyfold_gradients_gluon"]

@@ -19,12 +19,13 @@ def pair_sums(dJ, dP, s_q, s_k, pair, opaque_zero, BT: gl.constexpr):
         opaque_zero: A 0 that the compiler cannot fold. A constant in a left operand would be written to its register
             after the product has begun (docs/facts/compilers.md, PTXAS-2).
     """
+    SLICES: gl.constexpr = s_q.shape[0]
     LC: gl.constexpr = dJ.type.layout
     o_r = gl.arange(0, BT, layout=gl.SliceLayout(1, LC))
     o_c = gl.arange(0, BT, layout=gl.SliceLayout(0, LC))
     zero_acc = gl.zeros([BT, BT], gl.float32, LC)
     kk, qk = zero_acc, zero_acc
-    for h in gl.static_range(2):
+    for h in gl.static_range(SLICES):
         kk = warpgroup_mma(s_k.index(h), s_k.index(h).permute((1, 0)), kk, use_acc=h > 0, is_async=True)
         qk = warpgroup_mma(s_q.index(h), s_k.index(h).permute((1, 0)), qk, use_acc=h > 0, is_async=True)
     after = gl.where((o_r + opaque_zero)[:, None] <= o_c[None, :], 1.0, 0.0).to(s_q.dtype)
@@ -58,9 +59,10 @@ def _bf16_high_low(x):
 
 @gluon.jit
 def reciprocal_norms(smem, LC: gl.constexpr, BT: gl.constexpr):
-    """(sum x^2 + 1e-6)^(-1/2) of rows stored in two halves.   [BT]"""
+    """(sum x^2 + 1e-6)^(-1/2) of rows stored in slices of K.   [BT]"""
+    SLICES: gl.constexpr = smem.shape[0]
     square = gl.full([BT], 1e-6, gl.float32, gl.SliceLayout(1, LC))
-    for h in gl.static_range(2):
+    for h in gl.static_range(SLICES):
         x = smem.index(h).load(LC).to(gl.float32)
         square += gl.sum(x * x, axis=1)
     return gl.rsqrt(square)

@@ -87,8 +87,8 @@ def wyfold_prepare_gluon(
                     clear_tokens(tokens.o, tokens.s_o, TokenRows(b, t, rows), i_hv, V, BT, BV)
                 return
 
-    k = gl.allocate_shared_memory(gl.bfloat16, [BT, K], WIDE)
-    q = gl.allocate_shared_memory(gl.bfloat16, [BT, K], WIDE)
+    k, free_k = _allocate_rows(K, BT, WIDE)
+    q, free_q = _allocate_rows(K, BT, WIDE)
     D = gl.allocate_shared_memory(gl.bfloat16, [2 * BT, 16], SLIM)
     near = gl.allocate_shared_memory(gl.float32, [4, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     numbers = RowNumbers(
@@ -133,9 +133,9 @@ def wyfold_prepare_gluon(
     barrier()
 
     # The memory of q and k is free: -U overwrites q, and P^T overwrites k, both as bfloat16 pairs.
-    U = reinterpret(q, gl.bfloat16, [2 * BT, BT], WIDE)
-    PT = reinterpret(k, gl.bfloat16, [2 * BT, BT], WIDE)
-    P = reinterpret(k, gl.bfloat16, [8, 16, BT], WIDE)
+    U = reinterpret(free_q, gl.bfloat16, [2 * BT, BT], WIDE)
+    PT = reinterpret(free_k, gl.bfloat16, [2 * BT, BT], WIDE)
+    P = reinterpret(free_k, gl.bfloat16, [8, 16, BT], WIDE)
     store_pairs(kk, kq, U, PT, near, numbers, strength.erases, rows, FULL, SCALAR, NORM, LB)
     fence_async_shared()
     barrier()
@@ -146,7 +146,7 @@ def wyfold_prepare_gluon(
     columns_W, highs, lows = invert_columns(D, U, BT, LB)
     # Every warp has read its last block of -U; results overwrite its memory.
     barrier()
-    out = reinterpret(q, gl.bfloat16, [2, BT, BT], HALF)
+    out = reinterpret(free_q, gl.bfloat16, [2, BT, BT], HALF)
     out.index(1).store(join4_columns(*columns_W, BT, LC).to(gl.bfloat16))
     F = mm_pairs_async(highs[0], lows[0], P.index(0), P.index(4), zero_acc, False, AC)
     for m in gl.static_range(1, 4):
@@ -156,3 +156,18 @@ def wyfold_prepare_gluon(
     # The memory of an mbarrier must not be reused (docs/facts/hopper.md, KDA-NAN-1).
     k_ready._keep_alive()
     q_ready._keep_alive()
+
+
+@gluon.jit
+def _allocate_rows(K: gl.constexpr, BT: gl.constexpr, WIDE: gl.constexpr):
+    """Allocate memory for rows [BT, K], and a view of it that has at least the size of a float32 tile [BT, BT]."""
+    ENOUGH: gl.constexpr = 2 * BT
+    if K < ENOUGH:
+        tile = gl.allocate_shared_memory(gl.bfloat16, [BT, ENOUGH], WIDE)
+        return reinterpret(tile, gl.bfloat16, [ENOUGH // K, BT, K], WIDE).index(0), tile
+    else:
+        rows = gl.allocate_shared_memory(gl.bfloat16, [BT, K], WIDE)
+        tile = rows
+        if K > ENOUGH:
+            tile = reinterpret(rows, gl.bfloat16, [K // ENOUGH, BT, ENOUGH], WIDE).index(0)
+        return rows, tile

@@ -37,7 +37,7 @@ def prepare(
 ) -> Prepared:
     """Compute the factors of every chunk; takes the arguments of the Triton launch.
 
-    No gate or a scalar gate, bfloat16, K = 128, chunks of 64, unfolded.
+    No gate or a scalar gate, bfloat16, K of 64, 128 or 256, chunks of 64, unfolded.
     """
     (H, K), (HV, V), C = q.shape[2:], o.shape[2:], grid.chunk_size
     gate, tiles = gate_kind(g), grid.chunks * HV

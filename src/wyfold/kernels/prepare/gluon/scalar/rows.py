@@ -25,8 +25,13 @@ def load_row_numbers(strength, gate, b, t, i_hv, o, rows, SCALAR: gl.constexpr):
 def reciprocal_norm(x, K: gl.constexpr, BT: gl.constexpr):
     """(sum x^2 + 1e-6)^(-1/2) of each row of a tile in shared memory.   [BT]"""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
-    y = x.load(L).to(gl.float32)
-    return gl.rsqrt(gl.sum(y * y, axis=1) + 1e-6)
+    HALF: gl.constexpr = 2 * BT
+    if K > HALF:  # two halves one after the other, since a row has the registers of one
+        low, high = x.slice(0, HALF, dim=1).load(L).to(gl.float32), x.slice(HALF, HALF, dim=1).load(L).to(gl.float32)
+        return gl.rsqrt(gl.sum(low * low, axis=1) + gl.sum(high * high, axis=1) + 1e-6)
+    else:
+        y = x.load(L).to(gl.float32)
+        return gl.rsqrt(gl.sum(y * y, axis=1) + 1e-6)
 
 
 @gluon.jit
