@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor
 
 from wyfold.runtime.compiled_launch import CompiledLaunch
+from wyfold.runtime.direct_launch import TENSOR_MAP, DirectLaunch, direct_launch, is_tensor_map
 
 ENCODINGS = 256
 """Most encodings that are kept of a descriptor of a recorded launch."""
@@ -48,8 +49,12 @@ def recorded_launch(launch: CompiledLaunch, programs: int, arguments: tuple[Any,
         pointers += [(len(flat) + n, x, 0) for n, x in enumerate(fields) if isinstance(x, Tensor)]
         flat += [0 if isinstance(x, Tensor) else x for x in fields]
     encoded = tuple([dict[int, Any]() for _ in descriptors])
+    direct = None
+    if all(is_tensor_map(encode(x.data_ptr())) for encode, (_, x, _) in zip(encoders, descriptors)):
+        places = [place for place, *_ in pointers], slots, [place for place, *_ in descriptors]
+        direct = direct_launch(launch, programs, flat, own, *places)
     return RecordedLaunch(
-        launch, programs, flat, own, tuple(pointers), tuple(slots), tuple(descriptors), tuple(encoders), encoded
+        launch, programs, flat, own, tuple(pointers), tuple(slots), tuple(descriptors), tuple(encoders), encoded, direct
     )
 
 
@@ -77,6 +82,7 @@ class RecordedLaunch(NamedTuple):
     descriptors: tuple[PointerSlot, ...]
     encoders: tuple[Callable[[int], Any], ...]
     encoded: tuple[dict[int, Any], ...]
+    direct: DirectLaunch | None = None
 
     def rebind(self, to: Callable[[Any, int], tuple[Any, int]]) -> RecordedLaunch:
         """The same launch with its slots renumbered; see `recording.Step`."""
@@ -88,7 +94,10 @@ class RecordedLaunch(NamedTuple):
 
     def replay(self, stream: Any, tensors: Sequence[Any], addresses: Sequence[int]) -> None:
         """Launch on numbered tensors at these addresses. The tensors themselves are not read."""
-        launch, programs, arguments, own, pointers, records, descriptors, encoders, encoded = self
+        if self.direct is not None:
+            self._launch_directly(self.direct, stream, addresses)
+            return
+        launch, programs, arguments, own, pointers, records, descriptors, encoders, encoded, _ = self
         arguments = arguments.copy()
         for slot, number, offset in pointers:
             arguments[slot] = addresses[number] + offset
@@ -96,11 +105,27 @@ class RecordedLaunch(NamedTuple):
             arguments[slot] = tuple(arguments[begin:end])
         for (slot, number, offset), encode, known in zip(descriptors, encoders, encoded):
             address = addresses[number] + offset
-            encoding = known.get(address)
-            if encoding is None:
-                if len(known) >= ENCODINGS:
-                    known.clear()
-                known[address] = encoding = encode(address)
-            arguments[slot] = encoding
+            arguments[slot] = known.get(address) or _encoded(encode, known, address)
         run, function, metadata = launch[:3]
         run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments[:own])
+
+    def _launch_directly(self, direct: DirectLaunch, stream: Any, addresses: Sequence[int]) -> None:
+        arrays = direct.arrays()
+        numbers = arrays.numbers
+        for slot, number, offset in self.pointers:
+            numbers[slot] = addresses[number] + offset
+        if self.descriptors:
+            parameters, encodings = arrays.parameters, arrays.encodings
+            for n, (_, number, offset) in enumerate(self.descriptors):
+                known, address = self.encoded[n], addresses[number] + offset
+                encodings[n] = encoding = known.get(address) or _encoded(self.encoders[n], known, address)
+                parameters[direct.tensor_maps[n]] = id(encoding) + TENSOR_MAP
+        direct.run(arrays, stream)
+
+
+def _encoded(encode: Callable[[int], Any], known: dict[int, Any], address: int) -> Any:
+    """Encode a descriptor for an address, and keep the encoding."""
+    if len(known) >= ENCODINGS:
+        known.clear()
+    known[address] = encoding = encode(address)
+    return encoding
