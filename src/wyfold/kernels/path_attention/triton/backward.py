@@ -53,6 +53,7 @@ from wyfold.kernels.path_widths import key_width
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tuned
 from wyfold.runtime.kernel_launch import launch_kernel
+from wyfold.runtime.side_stream import fork_side_stream
 from wyfold.tile.dot.triton import contracts, operand, summing, summing_exact, workspace
 from wyfold.tile.index.triton import Packing, near_rows
 
@@ -131,9 +132,11 @@ def path_attention_bwd(
         for first, begin in _turns(lanes, count, chunks, blocks, block):
             far |= {"first": first, "begin": begin}
             launch(wyfold_path_far_starts_triton, HQ, "far_starts", queries=queries, **far, SUMS=rest is None)
-            launch(wyfold_path_far_rows_triton, HQ, "far_rows", queries=queries, **far, p_dq=dq, p_others=others)
-            launch(wyfold_path_far_keys_triton, H, "far_keys", queries=queries, **far, out=out)
-            launch(wyfold_path_far_maps_triton, H * BK // 64, "far_maps", **far, p_dM=dM, p_dtotal=dblock_total)
+            with fork_side_stream(x.q.device) as on_side:
+                with on_side:  # keys need no gradients of queries
+                    launch(wyfold_path_far_keys_triton, H, "far_keys", queries=queries, **far, out=out)
+                launch(wyfold_path_far_rows_triton, HQ, "far_rows", queries=queries, **far, p_dq=dq, p_others=others)
+                launch(wyfold_path_far_maps_triton, H * BK // 64, "far_maps", **far, p_dM=dM, p_dtotal=dblock_total)
 
     if T > block * CHUNK:  # a block may be followed by another
         between_blocks()
