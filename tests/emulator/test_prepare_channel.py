@@ -144,7 +144,8 @@ def judge_low_rank(machine: Machine, call: Call) -> None:
     q, k, g, _, A_log, dt_bias = call.tokens
     o = call.o.clone()
     arguments = call_arguments((q, k, None, call.b), g, None, A_log, dt_bias, o.shape[2], call.options)
-    with machine.installed(channel.launch, Config(4, 1, {})):
+    config = Config(4, 1, {})
+    with machine.installed(channel.launch, config), machine.installed(low_rank, config):
         found = low_rank.prepare(*arguments, call.grid, call.options, o, backward=True, clear=True)
     assert not o[:, call.end :].any(), "outputs behind the last sequence are zero"
     assert found.A is not None and found.K is None and found.P is None and found.R is None

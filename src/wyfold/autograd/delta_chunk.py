@@ -72,66 +72,59 @@ def forward(
         if options.final_state:
             pass_through(t.initial_state, result.final_state)
         return result, saved(t, options)
-    if call.segment_grid is None or t.cu_seqlens is not None:
-        return _forward(call, result, slots)
+    dense = t.cu_seqlens is None
     with call.overlapping_launches():
-        return _forward(call, result, slots)
-
-
-def _forward(call: KernelCall, result: DeltaResult, slots: Slots | None) -> tuple[DeltaResult, list[Tensor]]:
-    """Run the forward of a call with tokens, whose chunk grid is known; the results are as of `forward`."""
-    t, options, dense = call.t, call.options, call.t.cu_seqlens is None
-    entering, leaving = t.initial_state, result.final_state if options.final_state else None
-    if slots is not None:
-        entering, leaving = slots.entering, slots.leaving
-    keep = options.save and options.keep_factors
-    prepare = partial(call.prepare, result.o, backward=keep, forward=True, clear=True)
-    copy = None
-    if slots is not None and entering is not None and call.segment_grid is not None:
-        copied = entering.new_empty(call.grid.sequences, *entering.shape[1:], dtype=options.state_dtype)
-        copy = partial(call.stage("state_pool").enter, entering, slots, copied)
-        entering = copied
-    if copy is not None and dense:
-        copy()
-    if call.segment_grid is not None:
-        call.segments = call.segment_grid()
-    if copy is None or dense:
-        prepared = prepare()
-    else:
-        # Copied beside `prepare`, which does not read them.
-        with fork_side_stream(result.o.device) as on_side:
-            with on_side:
-                copy()
+        entering, leaving = t.initial_state, result.final_state if options.final_state else None
+        if slots is not None:
+            entering, leaving = slots.entering, slots.leaving
+        keep = options.save and options.keep_factors
+        prepare = partial(call.prepare, result.o, backward=keep, forward=True, clear=True)
+        copy = None
+        if slots is not None and entering is not None and call.segment_grid is not None:
+            copied = entering.new_empty(call.grid.sequences, *entering.shape[1:], dtype=options.state_dtype)
+            copy = partial(call.stage("state_pool").enter, entering, slots, copied)
+            entering = copied
+        if copy is not None and dense:
+            copy()
+        if call.segment_grid is not None:
+            call.segments = call.segment_grid()
+        if copy is None or dense:
             prepared = prepare()
-    states = first = None
-    if options.checkpoint_every:
-        rows = result.states if t.cu_seqlens is not None else result.states.flatten(0, 1)
-        states, first = call.k_first(rows), call.grid.first_states(t.q.device)
-    initial, final = call.k_first(entering), call.k_first(leaving)
-    q, k, v = (call.buffer(x) for x in (t.q, t.k, t.v))
-    o = result.o.view(1, -1, *result.o.shape[2:]) if call.segments else result.o
-    at_borders = empty_at_borders(t, options)
-    scan = partial(
-        table.selected_module("scan", options.backend, call.scan_key(result), t.q.device).scan,
-        *(q, k, v, prepared, initial, call.scan_grid, options, call.key, o, final, states, first),
-        segments=call.segments,
-        borders=at_borders[0].mT if at_borders else None,
-        slots=slots,
-    )
-    if call.segments is None:
-        scan()
-    elif dense:
-        call.summary(k, v, prepared, initial, *at_borders)
-        call.fold(*at_borders, reverse=False)
-        scan()
-    else:
-        with fork_side_stream(o.device) as on_side:
-            with on_side:
-                call.summary(k, v, prepared, initial, *at_borders)
-                call.fold(*at_borders, reverse=False)
-                scan(from_borders=True)
-            scan(from_borders=False)
-    return result, [*(at_borders if options.save else []), *(backward_factors(prepared) if keep else [])]
+        else:
+            # Copied beside `prepare`, which does not read them.
+            with fork_side_stream(result.o.device) as on_side:
+                with on_side:
+                    copy()
+                prepared = prepare()
+        states = first = None
+        if options.checkpoint_every:
+            rows = result.states if t.cu_seqlens is not None else result.states.flatten(0, 1)
+            states, first = call.k_first(rows), call.grid.first_states(t.q.device)
+        initial, final = call.k_first(entering), call.k_first(leaving)
+        q, k, v = (call.buffer(x) for x in (t.q, t.k, t.v))
+        o = result.o.view(1, -1, *result.o.shape[2:]) if call.segments else result.o
+        at_borders = empty_at_borders(t, options)
+        scan = partial(
+            table.selected_module("scan", options.backend, call.scan_key(result), t.q.device).scan,
+            *(q, k, v, prepared, initial, call.scan_grid, options, call.key, o, final, states, first),
+            segments=call.segments,
+            borders=at_borders[0].mT if at_borders else None,
+            slots=slots,
+        )
+        if call.segments is None:
+            scan()
+        elif dense:
+            call.summary(k, v, prepared, initial, *at_borders)
+            call.fold(*at_borders, reverse=False)
+            scan()
+        else:
+            with fork_side_stream(o.device) as on_side:
+                with on_side:
+                    call.summary(k, v, prepared, initial, *at_borders)
+                    call.fold(*at_borders, reverse=False)
+                    scan(from_borders=True)
+                scan(from_borders=False)
+        return result, [*(at_borders if options.save else []), *(backward_factors(prepared) if keep else [])]
 
 
 def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:

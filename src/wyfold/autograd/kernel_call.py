@@ -80,8 +80,10 @@ class KernelCall:
         return self.grid if self.segments is None else self.segments.grid
 
     def overlapping_launches(self) -> contextlib.AbstractContextManager[None]:
-        """Context of launches on one stream, each of which starts before the one ahead of it has ended, on Hopper."""
-        return kernel_launch.overlapping_launches() if self.uses_tma else contextlib.nullcontext()
+        """Context of a forward: of a dense batch in segments, on Hopper, each launch starts before the last ends."""
+        if self.segment_grid is None or self.t.cu_seqlens is not None or not self.uses_tma:
+            return contextlib.nullcontext()
+        return kernel_launch.overlapping_launches()
 
     def buffer(self, x: Tensor) -> Tensor:
         """View x [B, T, ...] as the scans read it: [1, B T, ...] if there are segments, which index one buffer."""

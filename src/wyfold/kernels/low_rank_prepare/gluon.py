@@ -9,10 +9,11 @@ from torch import Tensor
 
 from wyfold.kernels.low_rank_prepare.triton import empty, launch_key
 from wyfold.kernels.prepare.gluon.channel import wyfold_prepare_channel_gluon
-from wyfold.kernels.prepare.gluon.channel.launch import launch_channel
+from wyfold.kernels.prepare.gluon.channel.launch import channel_launch
 from wyfold.kernels.records import LowRankPrepared, Prepared
 from wyfold.runtime.chunk_layout import ChunkGrid
 from wyfold.runtime.kernel_configs import tuned
+from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.columns.triton import RuleRows
 from wyfold.tile.decay.triton import Gate
@@ -49,8 +50,9 @@ def prepare(
         norms=q.new_empty(tiles, 2, C, dtype=found.total.dtype) if options.qk_l2norm else None,
     )
     config = tuned("low_rank_prepare.gluon", launch_key(q.dtype, K, V, C)._replace(gate="channel"), q.device)
-    launch_channel(
+    programs, arguments = channel_launch(
         q, rows.k, rows.b, gate, strength._replace(erases=-1.0), written, config, grid, options, o, rows=True,
         clear=clear, zero=clear and backward,
     )  # fmt: skip
+    launch_kernel(wyfold_prepare_channel_gluon, programs, **arguments)
     return found

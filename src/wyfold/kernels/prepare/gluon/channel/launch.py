@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from wyfold.kernels.prepare.gluon.channel.arguments import BK, Flags, Sizes, Tokens
@@ -55,13 +57,14 @@ def prepare(
     gate = Gate(g, strides(g), A_log, dt_bias, options.lower_bound, options.clamp or FLOOR)
     strength = with_strides(Strength, beta=beta, most=options.beta_most, erases=float(options.erases))
     config = tuned("prepare.gluon", launch_key(q.dtype, K, V, C, gate_kind(g), folded), q.device)
-    launch_channel(
+    programs, arguments = channel_launch(
         q, k, None, gate, strength, found, config, grid, options, o, rows=False, clear=clear, zero=clear and backward
     )
+    launch_kernel(wyfold_prepare_channel_gluon, programs, **arguments)
     return found
 
 
-def launch_channel(
+def channel_launch(
     q: Tensor,
     k: Tensor,
     b: Tensor | None,
@@ -76,8 +79,8 @@ def launch_channel(
     rows: bool,
     clear: bool,
     zero: bool,
-) -> None:
-    """Launch the kernel.
+) -> tuple[int, dict[str, Any]]:
+    """Number of programs and arguments of a launch of the kernel.
 
     Args:
         b: [B, T, HB, K] erase gate of the low-rank rule "keys", or None for 1.
@@ -100,9 +103,8 @@ def launch_channel(
     tokens = gluon_descriptors(read[:2], 2 * BK.value) + gluon_descriptors(read[2:]) if read else (q, k, g)
     x_q, x_k, x_g = tokens
     x_qd, x_kd, x_E, x_F, x_W = gluon_descriptors(factors, 2 * BK.value)
-    launch_kernel(
-        wyfold_prepare_channel_gluon,
-        min(tiles, RESIDENT * processors(q.device)) if full and read is not None else tiles,
+    programs = min(tiles, RESIDENT * processors(q.device)) if full and read is not None else tiles
+    return programs, dict(
         x_q=x_q,
         x_k=x_k,
         x_g=x_g,
