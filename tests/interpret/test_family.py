@@ -3,13 +3,12 @@
 On a GPU heads have a model's widths and 16 bits, for which GLA and DeltaProduct have Gluon's kernels on Hopper.
 """
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from tests.conftest import interpreting
-from tests.ops.family_calls import CASES, STATES, drawn, fed_back, of_tokens, operator, tokens
+from tests.ops.family_calls import CASES, drawn, fed_back, of_tokens, operator, require_packed_is_separate, tokens
 from torch import Tensor
 
 from wyfold.reference.shapes import Shape
@@ -60,19 +59,5 @@ def test_repeats_strides_causality_and_splits(rule: str, form: str, device, resu
     ("rule", "form"), [pytest.param(*case, marks=pytest.mark.release_if_interpreted) for case in CASES]
 )
 def test_packed_is_separate(rule: str, form: str, device, results):
-    op, borders = operator(rule, form), [0, 17, 17, 75, 76]
-    a = call(rule, device, len(borders) - 1)
-    fed = fed_back(a)
-    for x in of_tokens(tokens(rule, a | {"o": fed["o"]}, borders[-1])).values():
-        x.fill_(torch.nan)  # never read
-    together = results(op, a, None, fed, cu_seqlens=torch.tensor(borders, device=device))
-    for n, (begin, end) in enumerate(pairwise(borders)):
-
-        def part(found: dict[str, Any], n: int = n, begin: int = begin, end: int = end) -> dict[str, Any]:
-            found = {name: x[n : n + 1] if name in STATES else x for name, x in found.items()}
-            return tokens(rule, found, begin, end)
-
-        alone = results(op, part(a), None, part(fed))
-        for name, x in part(together).items():
-            assert torch.equal(alone[name], x), (name, n)
-    assert not any(x.any() for x in of_tokens(tokens(rule, together, borders[-1])).values())
+    borders = [0, 17, 17, 75, 76]
+    require_packed_is_separate(rule, form, call(rule, device, len(borders) - 1), borders, results)

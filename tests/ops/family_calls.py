@@ -1,6 +1,7 @@
 """Calls of the rules beside the delta family: GLA, DeltaProduct, and the low-rank rules, in both forms."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -105,6 +106,33 @@ def fed_back(a: dict[str, Any]) -> dict[str, Tensor]:
     q = a.get("q", a.get("r"))
     o = q.new_empty(*q.shape[:2], *a["v"].shape[2:])
     return {"o": inputs.incoming(o, 1), "state": inputs.incoming(a["initial_state"], 2)}
+
+
+def require_packed_is_separate(
+    rule: str, form: str, a: dict[str, Any], borders: list[int], results: Callable[..., Any]
+) -> None:
+    """Require the bits of separate calls from a packed one, whose spare rows are never read and get zeros.
+
+    Args:
+        rule, form: An operator.
+        a: Arguments with spare rows after the last border. They are written over with NaN.
+        borders: Of the sequences.
+        results: The fixture.
+    """
+    op, fed, total = operator(rule, form), fed_back(a), borders[-1]
+    for x in of_tokens(tokens(rule, a | {"o": fed["o"]}, total)).values():
+        x.fill_(torch.nan)
+    together = results(op, a, None, fed, cu_seqlens=torch.tensor(borders, device=a["v"].device))
+    for n, (begin, end) in enumerate(pairwise(borders)):
+
+        def part(found: dict[str, Any], n: int = n, begin: int = begin, end: int = end) -> dict[str, Any]:
+            found = {name: x[n : n + 1] if name in STATES else x for name, x in found.items()}
+            return tokens(rule, found, begin, end)
+
+        alone = results(op, part(a), None, part(fed))
+        for name, x in part(together).items():
+            assert torch.equal(alone[name], x), (name, n)
+    assert not any(x.any() for x in of_tokens(tokens(rule, together, total)).values())
 
 
 def agree(float64_bounds: Any, got: dict[str, Tensor], truth: dict[str, Tensor]) -> None:

@@ -6,7 +6,7 @@ Every gate is accurate in packed calls, and every length in `make compile`. The 
 """
 
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from tests.ops.family_calls import (
     fed_back,
     of_tokens,
     operator,
+    require_packed_is_separate,
     tokens,
 )
 from torch import Tensor
@@ -82,23 +83,8 @@ def test_gates_packed_with_empty_and_short_sequences(rule: str, form: str, gate:
 @pytest.mark.parametrize(("lengths", "dtype"), [([1, 16, 0, 33], torch.float32), ([65, 2], torch.bfloat16)], ids=str)
 @pytest.mark.parametrize(("rule", "form"), CASES)
 def test_packed_is_separate(rule: str, form: str, lengths: list[int], dtype: torch.dtype, results):
-    op, total = operator(rule, form), sum(lengths)
-    a = drawn(rule, Shape(1, total + 3, 1, 2, 24, 16), sequences=len(lengths), dtype=dtype)
-    fed = fed_back(a)
-    for x in of_tokens(tokens(rule, a | {"o": fed["o"]}, total)).values():
-        x.fill_(torch.nan)  # never read
-    cu = torch.tensor([0, *lengths]).cumsum(0)
-    together = results(op, a, None, fed, cu_seqlens=cu)
-    for n, (begin, end) in enumerate(pairwise(cu.tolist())):
-
-        def part(found: dict[str, Any], n: int = n, begin: int = begin, end: int = end) -> dict[str, Any]:
-            found = {name: x[n : n + 1] if name in STATES else x for name, x in found.items()}
-            return tokens(rule, found, begin, end)
-
-        alone = results(op, part(a), None, part(fed))
-        for name, x in part(together).items():
-            assert torch.equal(alone[name], x), (name, n)
-    assert not any(x.any() for x in of_tokens(tokens(rule, together, total)).values())
+    a = drawn(rule, Shape(1, sum(lengths) + 3, 1, 2, 24, 16), sequences=len(lengths), dtype=dtype)
+    require_packed_is_separate(rule, form, a, [0, *accumulate(lengths)], results)
 
 
 @pytest.mark.parametrize(

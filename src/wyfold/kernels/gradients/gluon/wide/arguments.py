@@ -8,30 +8,6 @@ BW = 64
 """Channels of a slice of keys, and of a tile of values."""
 
 
-class TmaInputs(NamedTuple):
-    """TMA descriptors, and this program's coordinates in them.
-
-    Attributes:
-        q, k, do, S, dS, e, X: Descriptors of blocks [64, 64].
-        token: First token of the chunk, over all rows of the batch.
-        tile: Number of the tile of the chunk and the value head.
-        column_q, column_k, column_do: First column of the key head, and of the value head.
-    """
-
-    q: Any
-    k: Any
-    do: Any
-    S: Any
-    dS: Any
-    e: Any
-    X: Any
-    token: Any
-    tile: Any
-    column_q: Any
-    column_k: Any
-    column_do: Any
-
-
 class Ring(NamedTuple):
     """Shared memory of the stages, [STAGES, 64, 64] each, and its barriers.
 

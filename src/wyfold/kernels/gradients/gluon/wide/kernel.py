@@ -6,11 +6,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from wyfold.kernels.gradients.gluon.scalar.arguments import Offsets
+from wyfold.kernels.gradients.gluon.scalar.arguments import Offsets, TmaInputs
 from wyfold.kernels.gradients.gluon.scalar.gate import store_gate_gradient
 from wyfold.kernels.gradients.gluon.scalar.numbers import row_scales, store_numbers
 from wyfold.kernels.gradients.gluon.tokens import Coords, store_rows, store_scalars
-from wyfold.kernels.gradients.gluon.wide.arguments import BW, Ring, Smem, TmaInputs, Totals
+from wyfold.kernels.gradients.gluon.wide.arguments import BW, Ring, Smem, Totals
 from wyfold.kernels.gradients.gluon.wide.grams import gram_gradients, gram_products
 from wyfold.kernels.gradients.gluon.wide.producer import produce
 from wyfold.kernels.gradients.gluon.wide.slices import finish_slice, slice_gradients
