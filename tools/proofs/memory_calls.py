@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from tests.compile import aot
@@ -18,8 +19,13 @@ from torch import Tensor
 import wyfold
 from wyfold import TTTState, serving
 from wyfold.cli.operators import OPERATOR_SPECS
+from wyfold.context_parallel.partition import owned_ranges, partition_sequences
+from wyfold.context_parallel.routes import backward_routes, forward_routes
+from wyfold.kernels import table
+from wyfold.kernels.records import StateRows
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
+from wyfold.runtime import segment_rule
 
 RULES = {"delta_rule": "chunk_delta_rule", "gdn": "chunk_gated_delta_rule", "kda": "chunk_kda"}
 DTYPES = ("bfloat16", "float16", "float32")
@@ -97,7 +103,17 @@ BESIDE = (
     Call("chunk_gated_delta_rule", K=96, V=192, options=GLUON),
     Call("chunk_gated_delta_rule", V=256, options=GLUON),
     *(Call("parallel_path_attn, forget gate", dtype, 40, 24, packed=True) for dtype in ("float16", "float32")),
+    *(Call(RULES[rule], K=64, V=64, options=(*GLUON, NORM), packed=True, heads=3) for rule in ("delta_rule", "gdn")),
+    Call("chunk_gated_delta_rule", K=64, V=64, options=GLUON, segments=5),
+    *(Call("chunk_gated_delta_rule, gate inside", K=256, V=V, options=(*GLUON, NORM), heads=4) for V in (256, 512)),
+    Call("chunk_delta_rule", K=256, V=256, options=(*GLUON, NORM), packed=True, heads=3),
+    Call("chunk_gdn2", options=(*GLUON, NORM), packed=True),
+    Call("chunk_gdn2", options=GLUON, segments=5),
 )
+
+HORIZON = tuple(Call(subject, options=(*GLUON, NORM), heads=1, segments=4) for subject in (RULES["gdn"], RULES["kda"]))
+"""Calls whose segments have enough chunks for summaries that begin at the exact horizon."""
+HORIZON_TOKENS = 4 * 32 * 64 + 2
 
 RACED = (
     *(Call(subject, options=GLUON, heads=1) for subject in RULES.values()),
@@ -124,7 +140,12 @@ def memory(device: torch.device) -> dict[str, Callable[[], list[Tensor]]]:
     for chunk in (16, 32, 64):
         for dtype in ("bfloat16", "float32"):
             named[f"solve_tril {dtype} C{chunk}"] = partial(solved, dtype, chunk, device)
-    return named | served(device)
+    named |= {f"{call}, {HORIZON_TOKENS} tokens": partial(made, call, device, HORIZON_TOKENS) for call in HORIZON}
+    for dtype in ("bfloat16", "float32"):
+        call = Call("parallel_path_attn, forget gate", dtype, 64, 64, segments=33)
+        named[f"{call}, in turns"] = partial(in_turns, call, device)
+    named |= {"rank_carry": partial(carried, False, device), "rank_carry, reverse": partial(carried, True, device)}
+    return named | {"rank_send": partial(sent, device)} | served(device)
 
 
 def races(device: torch.device) -> dict[str, Callable[[], list[Tensor]]]:
@@ -168,6 +189,38 @@ def solved(dtype: str, chunk: int, device: torch.device) -> list[Tensor]:
     return [wyfold.solve_tril(A.to(getattr(torch, dtype)).to(device), backend="triton")]
 
 
+def in_turns(call: Call, device: torch.device) -> list[Tensor]:
+    """A call of PaTH attention whose backward takes a part of the queries, and of the earlier blocks, in a turn."""
+    from wyfold.kernels.path_attention.triton import backward
+
+    with mock.patch.multiple(backward, KEPT_TILES=1, LANES=2, RANGES=3):
+        return made(call, device, TOKENS)
+
+
+def carried(reverse: bool, device: torch.device) -> list[Tensor]:
+    """`rank_carry` for the middle one of three ranks with two pieces each."""
+    B, HV, K, V, rank = 2, 2, 128, 128, 1
+    partition = partition_sequences([0, 7, 25, 60], 60, owned_ranges("zigzag", 60, 3))
+    wanted = [piece for piece in partition.pieces[rank] if not (piece.last if reverse else piece.first)]
+    n, rows = len(wanted) * B, partition.most_incoming if reverse else partition.most_outgoing
+    gathered = torch.randn(3, rows, B, HV, K, V + K) / K
+    routes = torch.tensor((backward_routes if reverse else forward_routes)(partition, rank))
+    outer, borders = (StateRows(torch.randn(n, HV, V, K).to(device).mT, torch.arange(n).to(device)) for _ in range(2))
+    tails = torch.randn(n, HV, K, V + K) / K
+    given = gathered.to(device), routes.to(device), outer, borders, tails.to(device)
+    table.kernel_module("rank_carry", "triton").rank_carry(*given, reverse=reverse, dtype=torch.bfloat16)
+    return [outer.states, borders.states]
+
+
+def sent(device: torch.device) -> list[Tensor]:
+    """`rank_send` of states and maps behind tails."""
+    n, HV, K, V = 3, 2, 128, 128
+    borders = StateRows(torch.randn(n, HV, V + K, K).to(device).mT, torch.arange(n).to(device))
+    tails, out = (torch.randn(n, HV, K, V + K).to(device) for _ in range(2))
+    table.kernel_module("rank_carry", "triton").rank_send(borders, tails, out, dtype=torch.bfloat16)
+    return [out]
+
+
 def served(device: torch.device) -> dict[str, Callable[[], list[Tensor]]]:
     """Every operator over a pool, with a skipped row and unordered slots."""
     named: dict[str, Callable[[], list[Tensor]]] = {}
@@ -175,6 +228,8 @@ def served(device: torch.device) -> dict[str, Callable[[], list[Tensor]]]:
         for stored in ("float32", "bfloat16"):
             for name in ("decode", "verify", "prefill", "prefill, states between"):
                 named[f"serving.{name} {rule} {stored}"] = partial(_served, name, rule, stored, device)
+    for rule in ("gated_delta_rule", "kda"):
+        named[f"serving.prefill {rule} in segments"] = partial(_prefill_in_segments, rule, device)
     for rule in ("gla", "dplr", "gdn2"):
         for name in ("decode", "verify", "prefill"):
             named[f"serving.{name} {rule}"] = partial(_served_rule, name, rule, device)
@@ -208,6 +263,19 @@ def _served(name: str, rule: str, stored: str, device: torch.device) -> list[Ten
         **a, pool=pool, state_indices=slots.to(device), state_v_first=False, use_qk_l2norm_in_kernel=True,
         backend="triton", **more,
     )  # fmt: skip
+    return [o, pool]
+
+
+def _prefill_in_segments(rule: str, device: torch.device) -> list[Tensor]:
+    """Prompts of five segments, from and into slots."""
+    shape = Shape(2, 64 * 5 + 2, 1, 2, 128, 128)
+    drawn = inputs.draw("random", rule, shape, gate="model", beta="logits", dtype=torch.bfloat16)
+    pool, slots = torch.randn(6, 2, 128, 128).to(device), torch.tensor([5, 2]).to(device)
+    a: dict[str, Any] = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in drawn.items()}
+    with segment_rule.forced(5):
+        o = serving.prefill(
+            **a, pool=pool, state_indices=slots, state_v_first=True, use_qk_l2norm_in_kernel=True, backend="triton"
+        )
     return [o, pool]
 
 
