@@ -116,7 +116,14 @@ def test_keywords_without_a_name_in_flas_signature_are_taken(name: str):
     assert "head_first" not in parameters
 
 
-ELSEWHERE = {"chunk_gdn", "fused_recurrent_gdn", "l2_norm", "index_first_axis", "index_put_first_axis"}
+ELSEWHERE = {
+    "chunk_gdn",
+    "fused_recurrent_gdn",
+    "l2_norm",
+    "index_first_axis",
+    "index_put_first_axis",
+    "parallel_path_attention",
+}
 """Names that fla assigns: aliases, and `apply` of its autograd functions."""
 
 

@@ -108,6 +108,14 @@ def test_the_stand_in_has_the_layer():
     assert exported is defined is PaTHAttention and StandIn is not None
 
 
+def test_the_operator_has_both_of_flas_names():
+    with install():
+        from fla.ops.path_attn import parallel_path_attn
+        from fla.ops.path_attn.parallel import parallel_path_attention
+        from fla.ops.path_attn.parallel import parallel_path_attn as defined
+    assert parallel_path_attention is defined is parallel_path_attn
+
+
 def test_a_call_that_does_not_fit_is_refused():
     mixer, x = layer(), torch.zeros(1, 3, 32).double()
     with pytest.raises(ValueError, match=r"attention_mask must be \[B, S\], .* got \[1, 3, 3\]"):

@@ -26,3 +26,6 @@ def parallel_path_attn(
     return path_attention.parallel_path_attn(
         q, k, v, w, beta, g, scale=scale, cu_seqlens=cu_seqlens, use_cache=use_cache
     )
+
+
+parallel_path_attention = parallel_path_attn

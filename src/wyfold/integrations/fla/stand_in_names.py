@@ -173,7 +173,7 @@ MODULES: dict[str, _Names] = {
     },
     "fla.ops.kda.naive": _of(naive, "naive_chunk_kda", "naive_recurrent_kda"),
     "fla.ops.path_attn": _PATH,
-    "fla.ops.path_attn.parallel": _PATH,
+    "fla.ops.path_attn.parallel": _of(attention, "parallel_path_attn", "parallel_path_attention"),
     "fla.ops.ttt": _TTT,
     "fla.ops.ttt.chunk": _of(ttt, "chunk_ttt_linear"),
     "fla.ops.ttt.fused_chunk": _of(ttt, "fused_chunk_ttt_linear"),
