@@ -84,12 +84,22 @@ def test_a_graph_that_is_kept_is_read_again(device: torch.device, as_one_functio
         torch.autograd.grad(y, leaves, dy)
 
 
-def test_a_batch_of_gradients(device: torch.device, as_one_function: None):
+@pytest.mark.parametrize("by", ["is_grads_batched", "vmap", "vmap of vmap"])
+def test_a_batch_of_gradients(by: str, device: torch.device, as_one_function: None):
     """Its members are differentiated one after another, from the same saved tensors."""
     layer, x, dy = draw("GDN", 1, 20, device)
     leaves, members = (x, *layer.parameters()), torch.stack([dy, dy.flip(1)])
     wanted = [torch.autograd.grad(layer(x), leaves, member) for member in members]
-    found = torch.autograd.grad(layer(x), leaves, members, is_grads_batched=True)
+    y = layer(x)
+    gradients = lambda dy: torch.autograd.grad(y, leaves, dy, retain_graph=True)
+    if by == "is_grads_batched":
+        found = torch.autograd.grad(y, leaves, members, is_grads_batched=True)
+    elif by == "vmap":
+        found = torch.func.vmap(gradients, in_dims=2)(members.movedim(0, 2))
+        empty = torch.func.vmap(gradients)(members[:0])
+        assert [dx.shape for dx in empty] == [(0, *leaf.shape) for leaf in leaves]
+    else:
+        found = [dx[:, 0] for dx in torch.func.vmap(torch.func.vmap(gradients))(members[:, None])]
     for dx, *separate in zip(found, *wanted, strict=True):
         assert torch.equal(dx, torch.stack(separate))
 

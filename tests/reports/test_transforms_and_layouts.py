@@ -72,6 +72,16 @@ def test_a_batch_of_incoming_gradients(subject: OperatorSpec):
 
 
 @pytest.mark.parametrize("subject", DIFFERENTIABLE_OPERATORS)
+def test_a_batch_on_another_thread(subject: OperatorSpec):
+    """Autograd's thread of a CUDA device counts no level of `is_grads_batched`, as no thread does outside of it."""
+    y, _, gradients = of_all_arguments(subject)
+    dy = torch.randn(3, *y.shape, dtype=y.dtype)
+    batched = gradients(torch._add_batch_dim(dy, 0, 1))
+    found = tuple([torch._remove_batch_dim(dx, 1, 3, 0) for dx in batched])
+    assert same(found, tuple(map(torch.stack, zip(*map(gradients, dy), strict=True))))
+
+
+@pytest.mark.parametrize("subject", DIFFERENTIABLE_OPERATORS)
 def test_a_batch_without_members(subject: OperatorSpec):
     y, leaves, gradients = of_all_arguments(subject)
     found = torch.vmap(gradients, in_dims=2)(y.new_empty(0, *y.shape).movedim(0, 2))

@@ -24,7 +24,8 @@ from wyfold.autograd.mixer_records import MixerOptions, MixerTensors, Saved
 from wyfold.kernels import table
 from wyfold.kernels.conv import ConvGradients
 from wyfold.kernels.norm import RmsNormGradients
-from wyfold.runtime.differentiation import once_differentiable
+from wyfold.runtime import torch_modes
+from wyfold.runtime.differentiation import by_member_under_vmap, once_differentiable
 from wyfold.runtime.replay_cache import KnownCall, find_call
 from wyfold.runtime.torch_ops import on_device_of
 
@@ -33,13 +34,12 @@ class Mixer(torch.autograd.Function):
     """A layer's call from its input to its output."""
 
     @staticmethod
-    def forward(ctx: Any, known: KnownCall, options: MixerOptions, *tensors: Any) -> Tensor:
+    def forward(ctx: Any, known: KnownCall, options: MixerOptions, *tensors: Any) -> Any:
         y, *saved = known.run(lambda: _forward(tensors, options))
         ctx.set_materialize_grads(False)
         ctx.options, ctx.own = options, _saved_without_hooks()
         ctx.save_for_backward(*tensors, *saved)
-        found: Tensor = y
-        return found
+        return y
 
     @staticmethod
     @once_differentiable
@@ -47,6 +47,8 @@ class Mixer(torch.autograd.Function):
         needs = ctx.needs_input_grad[2:]
         if dy is None:
             return (None,) * (2 + len(needs))
+        if torch_modes.transforming() is not None:
+            return by_member_under_vmap(Mixer.backward, ctx, dy)
         options, tensors = ctx.options, (*ctx.saved_tensors, dy)
         reuse = ctx.own and not getattr(ctx, "repeated", False) and _read_for_the_last_time()
         run = lambda: _backward(tensors, options, needs, reuse=reuse)
@@ -98,7 +100,6 @@ def _backward(tensors: tuple[Any, ...], options: MixerOptions, needs: tuple[bool
     t, kept, dy = MixerTensors(*tensors[:end]), Saved(*tensors[end:kept_end]), tensors[-1]
     wanted = [name for name, need in zip(MixerTensors._fields, needs, strict=True) if need]
     found: dict[str, Any] = dict.fromkeys(wanted)
-
     overwritten = (lambda x: x) if reuse else (lambda x: x.new_empty(x.shape))
     with on_device_of(t.x):
         rows, d_rows = t.x.flatten(0, 1), dy.reshape(-1, dy.shape[2])

@@ -122,14 +122,17 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 _is_batched: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: False)
 """Whether a gradient is a batch of gradients, from `is_grads_batched=True` or `jacobian(vectorize=True)`."""
 
+_LEVELS = 65
+"""One more than the highest level of such a batch."""
+
 
 def _backward_by_member(
     backward: Callable[..., Any], ctx: Any, gradients: tuple[Any, ...]
 ) -> tuple[Tensor | None, ...]:
     """Run a backward for every member of a batch of gradients, one after another. Its in-place writes rule out vmap."""
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
     first = next(dx for dx in gradients if dx is not None and _is_batched(dx))
+    # vmap counts its levels on the calling thread, but autograd differentiates CUDA tensors on another thread.
+    level = next(n for n in range(1, _LEVELS) if not _is_batched(torch._remove_batch_dim(first, n, 1, 0)))
     size = torch._remove_batch_dim(first, level, 1, 0).shape[0]
     members = [[None] * size if dx is None else torch._remove_batch_dim(dx, level, size, 0) for dx in gradients]
     node = _UnpackedContext(ctx, repeated=True)
@@ -137,6 +140,37 @@ def _backward_by_member(
         raise RuntimeError(_SECOND_DERIVATIVE)
     found = [backward(node, *member) for member in zip(*members, strict=True)]
     return tuple([None if dxs[0] is None else torch._add_batch_dim(torch.stack(dxs), 0, level) for dxs in zip(*found)])
+
+
+def by_member_under_vmap(backward: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
+    """Call a backward under `torch.func.vmap` for every member of the batch of gradients, one after another.
+
+    Backwards whose launches are in a registered operator do not need it: the operator has a vmap rule.
+    """
+    return _ByMember.apply(backward, _UnpackedContext(ctx, repeated=True), *gradients)
+
+
+class _ByMember(torch.autograd.Function):
+    """A call `backward(ctx, *gradients)`, with a vmap rule. The context's tensors are not in the batch."""
+
+    @staticmethod
+    def forward(backward: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
+        return backward(ctx, *gradients)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep nothing: `once_differentiable` refuses second derivatives under a transform."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], backward: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
+        """Stack the results for the members. Those of an empty batch have the shapes of a member of zeros."""
+        size, given = info.batch_size, list(zip(gradients, in_dims[2:], strict=True))
+        members = [[x if dim is None else x.select(dim, n) for x, dim in given] for n in range(size)]
+        if not size:
+            members = [[x if dim is None else x.new_zeros(x.movedim(dim, 0).shape[1:]) for x, dim in given]]
+        found = zip(*[_ByMember.apply(backward, ctx, *member) for member in members], strict=True)
+        stacked = tuple([None if dxs[0] is None else torch.stack(dxs)[:size] for dxs in found])
+        return stacked, tuple([None if dx is None else 0 for dx in stacked])
 
 
 class _UnpackedContext:
