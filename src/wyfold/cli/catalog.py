@@ -71,7 +71,7 @@ DELTA_RULES = ("delta_rule", "gdn", "kda")
 LOW_RANK = ("dplr", "iplr", "rwkv7", "gdn2", "comba")
 LINEAR = (*DELTA_RULES, "gdp", "gla", *LOW_RANK)
 """Operators whose state is a linear function of the state before."""
-RECURRENCES = (*LINEAR, "ttt")
+TARGETED = (*LINEAR, "ttt", "path")
 """Operators whose accuracy has absolute targets."""
 CHUNKED = ("solve", "kkt")
 """Operators that `--chunk` applies to."""

@@ -58,6 +58,10 @@ SIXTEEN_BIT = {
         "o": 4e-3, "state": 3e-3, "dq": 3.6e-3, "dr": 3.6e-3, "dk": 4e-3, "dv": 4e-3, "da": 5.5e-3, "dp": 5.5e-3,
         "db": 5.5e-3, "dw": 4e-3, "dg": 4e-3, "dgk": 3.5e-3, "dbeta": 3.5e-3, "dh0": 3e-3,
     },
+    # PaTH attention on an H200, T = 8,192, the larger of the errors without a gate and with one.
+    "path": {
+        "o": 3.2e-3, "dq": 4.8e-3, "dk": 5e-3, "dv": 3.5e-3, "dw": 7e-3, "dbeta": 6.7e-3, "dg": 2.3e-3,
+    },
     "ttt": {
         "o": 2.5e-3, "state": 3e-3, "state_bias": 1e-3, "dq": 4e-3, "dk": 4e-3, "dv": 2.5e-3, "deta": 3.5e-3,
         "dw": 3e-3, "db": 3e-3, "dh0": 2e-3, "dc0": 6e-4,
@@ -72,7 +76,7 @@ def target(name: str, dtype: torch.dtype, family: str = "random") -> float | Non
         name: One of `OUTPUTS` or `GRADIENTS`.
         dtype: Dtype of the operator's inputs.
         family: One of `inputs.FAMILIES`; or "gate " and one of `inputs.GATES`, if the gate dominates the error; or
-            "repeated keys, beta 2"; or "low rank", or "ttt".
+            "repeated keys, beta 2"; or "low rank", "path" or "ttt".
 
     Returns:
         The bound. None for 16-bit inputs without one, which are judged by the yardstick alone.

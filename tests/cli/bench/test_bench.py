@@ -18,6 +18,7 @@ from wyfold.cli.bench.cases import Case
 from wyfold.cli.bench.implementations import AccuracyCheck, BenchImplementation
 from wyfold.cli.bench.peer import Adapter, Loaded, Peer
 from wyfold.kernels.scan import eager as scan_stage
+from wyfold.reference import targets
 from wyfold.reference.shapes import Shape
 
 CASE = Case("gdn", Shape(1, 40, 1, 2, 8, 8), "mid", "float32", "fwdbwd", 0)
@@ -530,6 +531,24 @@ def test_acausal_results_are_wrong_also_outside_the_compared_outputs(monkeypatch
     found = judge.check_call(peeking, True, ours=True)
     assert {verdict.name for verdict in found.verdicts if not verdict.passed} == {"dv"}
     assert not found.correct
+
+
+def test_path_attention_on_a_gpu_is_compared_over_its_first_tokens(monkeypatch):
+    monkeypatch.setattr(implementations, "CHECKED_PATH", 40)
+    monkeypatch.setattr(Case, "on_gpu", True)
+    case = Case("path", Shape(1, 100, 2, 4, 16, 16), "mid", "bfloat16", "fwdbwd", 0)
+    judge = AccuracyCheck(case, case.arguments(), heads=1)
+    assert judge.method == "eager in float64; the first 40 tokens of key heads [0] of 2 and their value heads"
+    found = judge.check_call(ours(case), True, ours=True)
+    assert found.within_limits
+    limits = {verdict.name: verdict.limits.rms for verdict in found.verdicts}
+    assert limits["dw"] == targets.target("dw", torch.bfloat16, "path")  # a gradient in float32, of 16-bit operands
+    peeking = dataclasses.replace(
+        ours(case), call=lambda a: ours(case).call(a) + 1e-3 * a["v"].flip(1).repeat(1, 1, 2, 1)
+    )
+    assert not judge.check_call(peeking, True, ours=True).correct
+    wrong = dataclasses.replace(ours(case), call=lambda a: 1.05 * ours(case).call(a))
+    assert not judge.check_call(wrong, True, ours=True).within_limits
 
 
 def test_step_sizes_are_compared_as_numbers_not_rows():

@@ -1,5 +1,6 @@
 """Suites of `bench`, their parallel compilation, and runs that a budget ended and a later run resumes."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from wyfold.cli import catalog, main
-from wyfold.cli.bench import memory, precompile, runner, suites
+from wyfold.cli.bench import _cases, memory, options, precompile, runner, suites
 from wyfold.cli.bench.cases import Case
 from wyfold.cli.bench.implementations import AccuracyCheck, implementations_of, make_call, plan
 from wyfold.cli.bench.peer import Adapter, Loaded, Peer
@@ -80,6 +81,20 @@ def test_a_suite_is_one_result_which_its_command_repeats(tmp_path):
     assert ran(json.loads((again / file.name).read_text())) == ALL
 
 
+@pytest.mark.parametrize("suite", catalog.SUITES)
+def test_a_suite_has_all_of_its_rows_in_a_run(suite: str, monkeypatch):
+    monkeypatch.undo()
+    parser = argparse.ArgumentParser()
+    options.add_arguments(parser)
+    args = parser.parse_args(["--suite", suite, "--device", "cpu"])
+    options.parse_lists(args)
+    options.resolve_defaults(args)
+    rows = suites.SUITES[suite]
+    assert [(group[0].op, group[0].shape, len(group)) for group in _cases(args)] == [
+        (row.op, row.shape, len(row.modes)) for row in rows
+    ]
+
+
 def test_named_operators_restrict_a_suite(tmp_path):
     code = main(["bench", "kda", "--suite", "groups", "--rounds", "1", "--peers", "none", "--out", str(tmp_path)])
     (file,) = tmp_path.glob("*-bench-groups-kda.json")
@@ -117,16 +132,17 @@ def test_rows_of_another_run_are_not_mixed_in(name: str, value: Any, tmp_path, c
 
 
 def test_kernels_are_compiled_once_for_each_operator_and_set_of_heads():
-    """One process has all lengths and directions; implementations of other libraries come first."""
+    """One process has all lengths, directions and given decays; implementations of other libraries come first."""
     rows = [
         Case("gdn", Shape(1, T, 1, 2, 8, 8), "mid", "float32", mode, 0) for T in (20, 30) for mode in ("fwd", "fwdbwd")
     ]
+    rows.append(Case("gdn", Shape(1, 20, 1, 2, 8, 8), "slow", "float32", "fwd", 0))
     rows.append(Case("gdn", Shape(1, 20, 2, 2, 8, 8), "mid", "float32", "fwd", 0))
     found = list(precompile.jobs(rows, [PEERS["transformers"], PEERS["flashinfer"]], ["batch_invariant"]))
     assert [job.contender for job in found[-4:]] == ["wyfold"] * 4
     assert all(job.contender != "wyfold" for job in found[:-4])
     ours = [job for job in found if job.ran == "wyfold.chunk_gated_delta_rule"]
-    assert [job.cases for job in ours] == [rows[:4], rows[4:]]
+    assert [job.cases for job in ours] == [rows[:5], rows[5:]]
 
 
 @pytest.mark.parametrize("op, K, V", [("gdn_layer", 8, 16), ("kda_layer", 8, 8)])

@@ -247,7 +247,7 @@ def _suite_cases(args: argparse.Namespace) -> Iterator[list[Case]]:
     rows = SUITES[args.suite]
     if missing := [op for op in args.of_suite if not any(row.op == op for row in rows)]:
         raise UsageError(f"--suite {args.suite} has no {', '.join(missing)}")
-    for row, dtype in product([row for row in rows if row.op in args.op], args.dtype):
+    for row, dtype in product([row for row in rows if not args.op or row.op in args.op], args.dtype):
         first = Case(
             row.op,
             row.shape,

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import wyfold
 from wyfold.cli.bench.layers import LayerSpec, layer_spec
 from wyfold.cli.bench.tensors import GATES, MIXED_LENGTHS, SEQUENCES, SHORT_LENGTHS, UPDATES, CaseTensors
-from wyfold.cli.catalog import BOUNDED, CHUNKED, DELTA_RULES, LAYERS, LINEAR, LOW_RANK, NO_GATE, OPS, RECURRENCES, RWKV7
+from wyfold.cli.catalog import BOUNDED, CHUNKED, DELTA_RULES, LAYERS, LINEAR, LOW_RANK, NO_GATE, OPS, RWKV7, TARGETED
 from wyfold.cli.operators import GRADIENT_OF, OPERATOR_SPECS, Arguments, Named, OperatorSpec
 from wyfold.reference.shapes import Shape
 
@@ -91,9 +91,9 @@ class Case:
         return self.op in LAYERS
 
     @property
-    def recurrence(self) -> bool:
-        """Whether the operator is a recurrence, whose accuracy has absolute targets."""
-        return self.kind in RECURRENCES
+    def targeted(self) -> bool:
+        """Whether the operator's accuracy has absolute targets."""
+        return self.kind in TARGETED
 
     @property
     def updates(self) -> int:
@@ -115,6 +115,8 @@ class Case:
         """Input family, which selects the absolute targets. Slow decays accumulate as much rounding as "uniform+"."""
         if self.kind in LOW_RANK:
             return "low rank"
+        if self.kind == "path":
+            return "path"
         return "uniform+" if self.kind in LINEAR and self.gate in (NO_GATE, "slow") else self.spec.family
 
     @property

@@ -28,6 +28,8 @@ CHECKED = 200
 """On a CPU: tokens whose gradients are compared. The float64 recurrence keeps one state per token."""
 CHECKED_FORWARD = 4096
 """On a CPU: longest sequence whose outputs are compared completely."""
+CHECKED_PATH = 8192
+"""On a GPU: tokens of PaTH attention that are compared. The time of its reference grows with their square."""
 CHECKED_HEADS = 4
 """On a GPU: number of key heads that are compared, with their value heads; the first and the last are included."""
 OUR_ERROR_FACTOR, PEER_ERROR_FACTOR = 2.0, 4.0
@@ -219,9 +221,9 @@ class AccuracyCheck:
     `CHECKED` tokens only, so the loop can stop there; gradients of later tokens must be zero.
 
     On a GPU the reference is the eager backend in float64, which `wyfold verify` compares with the token loop. It runs
-    over all tokens of `heads` key heads and their value heads, because heads are independent. All other elements must
-    be finite. Recurrences are compared with the absolute targets of their input dtype and with `WORST_ROW`. Other
-    operators in 16 bits have the eager backend in that dtype as yardstick.
+    over `heads` key heads and their value heads, because heads are independent, and all tokens (PaTH attention:
+    `CHECKED_PATH`). All other elements must be finite. Operators with absolute targets are compared with those of their
+    input dtype and with `WORST_ROW`. Others in 16 bits have the eager backend in that dtype as yardstick.
 
     Attributes:
         case: Case whose tensors are checked.
@@ -239,8 +241,9 @@ class AccuracyCheck:
     def __post_init__(self) -> None:
         s = self.case.shape
         self.narrow = getattr(torch, self.case.dtype) in NARROW
-        self.tokens = s.T if self.everything else min(s.T, CHECKED)
-        self.output_tokens = s.T if s.T <= CHECKED_FORWARD and not self.narrow else self.tokens
+        most = CHECKED if not self.case.on_gpu else CHECKED_PATH if self.case.kind == "path" else s.T
+        self.tokens = s.T if self.everything else min(s.T, most)
+        self.output_tokens = self.tokens if self.case.on_gpu or self.narrow or s.T > CHECKED_FORWARD else s.T
         self.per_head = "k" in self.arguments or "A" in self.arguments
         some = min(self.heads, s.H)
         self.checked_heads = sorted({round(i * (s.H - 1) / max(1, some - 1)) for i in range(some)})
@@ -254,8 +257,9 @@ class AccuracyCheck:
             )
         if not self.per_head:
             return "eager in float64; everything"
-        heads = f"key heads {self.checked_heads} of {self.case.shape.H} and their value heads"
-        return f"eager in float64; all tokens of {heads}"
+        tokens = "all" if self.tokens == self.case.shape.T else f"the first {self.tokens}"
+        heads = f"key heads {self.checked_heads} of {self.case.shape.H}"
+        return f"eager in float64; {tokens} tokens of {heads} and their value heads"
 
     def check_call(self, implementation: BenchImplementation, backward: bool, *, ours: bool) -> Accuracy:
         """Check the call that will be timed."""
@@ -278,14 +282,11 @@ class AccuracyCheck:
 
     def _verdict(self, name: str, got: Tensor, truth: Tensor, yardstick: Tensor | None) -> Verdict:
         if name == "deta":  # [B, T, HV, 1]: one number per token, not a row of channels
-            got, truth, yardstick = (
-                got.squeeze(-1),
-                truth.squeeze(-1),
-                None if yardstick is None else yardstick.squeeze(-1),
-            )
+            got, truth = got.squeeze(-1), truth.squeeze(-1)
+            yardstick = None if yardstick is None else yardstick.squeeze(-1)
         family, per_token = self.case.family, PER_TOKEN.get(name) == got.ndim
         target = bound(name, got.dtype, family)
-        if self.case.on_gpu and self.case.recurrence:
+        if self.case.on_gpu and self.case.targeted:
             target, yardstick = bound(name, getattr(torch, self.case.dtype), family), None
         elif self.case.layer and self.narrow:
             target = None  # a sum over all tokens of what was rounded to 16 bits, whatever the parameter's dtype
@@ -331,15 +332,14 @@ class AccuracyCheck:
         return self.case.spec.ours(arguments | {"backend": "eager"})[0]
 
     def fed(self) -> Tensor:
-        """Gradient of the output; on a CPU it is zero after the compared tokens."""
+        """Gradient of the output; it is zero after the compared tokens."""
         fed = self.case.incoming(self.arguments)
-        if not self.case.on_gpu:
-            fed[:, self.tokens :] = 0
+        fed[:, self.tokens :] = 0
         return fed
 
     def _arguments(self, tokens: int) -> Arguments:
         cut = {name: self._compared_part(name, x, tokens) for name, x in self.arguments.items()}
-        if "cu_seqlens" in cut and not self.case.on_gpu:
+        if "cu_seqlens" in cut and tokens < self.case.shape.T:
             cut["cu_seqlens"] = cut["cu_seqlens"].clamp(max=tokens)
         return cut
 
@@ -352,8 +352,8 @@ class AccuracyCheck:
         if not isinstance(x, Tensor):
             return x
         if self.case.on_gpu:
-            return self._heads_of(argument, x)
-        if not of_tokens(self.case, argument):
+            x = self._heads_of(argument, x)
+        if self.tokens == self.case.shape.T or not of_tokens(self.case, argument):
             return x
         if argument in OF_UPDATES:
             tokens *= self.case.updates

@@ -167,7 +167,7 @@ def parse_lists(args: argparse.Namespace) -> None:
     args.also = _names("also", args.also, VARIANTS)
     args.chunk = [int(size) for size in _names("chunk", args.chunk, [str(size) for size in CHUNK_SIZES])]
     args.of_suite = _names("OP", ",".join(args.op), OPS) if args.suite else []
-    args.op = _names("OP", ",".join(args.op) or ",".join(OPS if args.suite else COMMON), OPS)
+    args.op = _names("OP", ",".join(args.op) or ("" if args.suite else ",".join(COMMON)), OPS)
     inside = [gate for gate in args.gates if gate in (MODEL, BOUNDED)]
     if inside and any(op.startswith("decode_") for op in args.op):
         raise UsageError(f"--gates {inside[0]}: decoding is timed with decays that are given; leave out decode_*")

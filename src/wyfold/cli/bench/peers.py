@@ -193,7 +193,13 @@ def _gate_sums(g: Tensor, chunk_size: int) -> Tensor:
 
 def _flash_qla_gdn() -> Loaded:
     function = _imported("flash_qla", "chunk_gated_delta_rule")
-    return Loaded(_named(function), _keywords(function))
+    rename = _keywords(function)
+
+    def call(arguments: Arguments) -> Tensor:
+        _require_given(arguments)
+        return rename(arguments)
+
+    return Loaded(_named(function), call)
 
 
 def _boundaries(arguments: Arguments) -> Tensor:
@@ -201,8 +207,7 @@ def _boundaries(arguments: Arguments) -> Tensor:
     import torch
 
     if "cu_seqlens" in arguments:
-        packed: Tensor = arguments["cu_seqlens"]
-        return packed.to(torch.int32)
+        return torch.as_tensor(arguments["cu_seqlens"], dtype=torch.int32)
     B, T = arguments["q"].shape[:2]
     return torch.arange(0, B * T + 1, T, device=arguments["q"].device, dtype=torch.int32)
 

@@ -1,9 +1,9 @@
 """Compile the kernels of all cases in parallel processes, before any case is timed.
 
 Kernels of libraries compile for seconds to minutes on one core each. One process compiles what one implementation needs
-for one operator with one set of heads, widths and options, at every length and in both directions. Kernels that Triton
-tunes are compiled by several, which share their launch sizes, for a short sequence. Compiled kernels stay in the caches
-of the libraries on disk, where the process that times finds them.
+for one operator with one set of heads, widths and options, at every length, in both directions and under all given
+decays. Kernels that Triton tunes are compiled by several, which share their launch sizes, for a short sequence.
+Compiled kernels stay in the caches of the libraries on disk, where the process that times finds them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from wyfold.cli.bench.implementations import implementations_of, make_call
 from wyfold.cli.bench.peer import Peer
 from wyfold.cli.bench.runner import chosen_implementation, error_line, release_memory, request_case
 from wyfold.cli.bench.tuning import compile_only
-from wyfold.cli.catalog import OURS
+from wyfold.cli.catalog import DECAYS, OURS
 
 UNTUNED = "FLA_CACHE_RESULTS=0"
 """Setting of a compiling process. What fla times while other processes use the GPU must not choose its kernels."""
@@ -91,7 +91,8 @@ def jobs(cases: Iterable[Case], peers: Sequence[Peer], also: Sequence[str]) -> l
     found: dict[tuple[Any, ...], CompileJob] = {}
     for case in cases:
         s = case.shape
-        alike = (case.op, s.H, s.HV, s.K, s.V, case.gate, case.norm, case.dtype, case.gate_dtype, case.chunk)
+        gate = "given" if case.gate in DECAYS else case.gate
+        alike = (case.op, s.H, s.HV, s.K, s.V, gate, case.norm, case.dtype, case.gate_dtype, case.chunk)
         for implementation in implementations_of(case, peers, also):
             if not implementation.backward and case.backward:
                 continue
