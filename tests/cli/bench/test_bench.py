@@ -625,7 +625,7 @@ def test_on_a_gpu_some_heads_are_compared_and_others_must_be_finite():
     found = judge.check_call(mine, True, ours=True)
     assert found.within_limits
     assert {verdict.name for verdict in found.verdicts} == {"o", "dq", "dk", "dv", "dg", "dbeta"}
-    assert set(found.eager) == {"o", "dq", "dk", "dv", "dg", "dbeta"}
+    assert not found.eager  # its time would be that of the reference, and this operator has absolute targets
 
     def spoiled(head, value):
         def call(arguments):
@@ -731,7 +731,7 @@ def test_a_gpu_row_has_every_measurement(monkeypatch, capsys):
     assert row["peak"]["above_inputs_mib"] == 12.0
     assert row["card"] == {"clocks.sm": "1980 MHz"}
     assert set(row["errors"]) == {"o"}
-    assert row["errors"]["o"]["eager"] > 0
+    assert row["errors"]["o"]["rms"] > 0 and row["errors"]["o"]["eager"] is None
     assert peer["graph_milliseconds"] is None
     assert peer["graph_refused"] == "RuntimeError: operation not permitted when stream is capturing"
     assert refused["refused"].startswith("RuntimeError: Triton >= 3.4.0")

@@ -177,12 +177,14 @@ class Child:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.0):
         self.calls: list[dict[str, Any]] = []
+        self.limits: list[float | None] = []
         self.seconds = seconds
         monkeypatch.setattr(precompile, "subprocess", mock.Mock(wraps=subprocess, run=self, TimeoutExpired=TIMEOUT))
 
     def __call__(self, command: list[str], *, timeout: float | None, **_: Any) -> Any:
         request = json.loads(command[-1])
         self.calls.append(request)
+        self.limits.append(timeout)
         assert command[:2] == ["env", "FLA_CACHE_RESULTS=0"] and command[3:7] == ["-m", "wyfold", "bench", "--measure"]
         if timeout is not None and timeout < self.seconds:
             raise TIMEOUT(command, timeout)
@@ -198,18 +200,21 @@ def test_kernels_compile_before_anything_is_timed(monkeypatch, tmp_path):
     assert "--compile" not in record["command"]
 
 
-def test_a_peer_that_was_not_compiled_in_time_is_not_run(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("budgets", "most"), [(("--budget", "1000"), 500), (("--budget", "1000", "--compile-budget", "800"), 800)]
+)
+def test_a_peer_that_was_not_compiled_in_time_is_not_run(budgets: tuple[str, ...], most: int, monkeypatch, tmp_path):
     """Wyfold is: a result without a time of Wyfold is worth nothing."""
     adapter = Adapter(lambda: Loaded("library.gdn", lambda arguments: pytest.fail("runs")))
     library = Peer("library", "json", "", {"chunk_gated_delta_rule": (adapter,)}, device="cpu")
     monkeypatch.setitem(PEERS, "library", library)
     child = Child(monkeypatch, seconds=1e6)
-    code, record = bench(tmp_path, "--compile", "2", "--budget", "1000", "--peers", "library")
-    assert len(child.calls) == 4
+    code, record = bench(tmp_path, "--compile", "2", *budgets, "--peers", "library")
+    assert len(child.calls) == 4 and all(most - 60 < seconds <= most for seconds in child.limits)
     ours = [row for row in record["rows"] if row["contender"] == "wyfold"]
     (theirs,) = (row for row in record["rows"] if row["contender"] == "library")
     assert code == 0 and len(ours) == len(ALL) and all(row["milliseconds"] for row in ours)
-    assert theirs["refused"] == "not compiled within half of --budget" and not theirs["milliseconds"]
+    assert theirs["refused"] == "not compiled within --compile-budget" and not theirs["milliseconds"]
 
 
 def test_a_failing_compilation_leaves_its_error_to_the_row(monkeypatch, capsys, tmp_path):

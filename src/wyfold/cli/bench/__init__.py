@@ -177,10 +177,11 @@ def _run_all(
 def _compile(
     args: argparse.Namespace, cases: Sequence[list[Case]], peers: Sequence[Peer], session: BenchSession
 ) -> None:
-    """Compile the kernels of all cases in parallel, in half of the budget at most."""
+    """Compile the kernels of all cases in parallel, for as long as the budgets allow."""
     from wyfold.cli.bench.precompile import compile_all
 
-    deadline = session.began + args.budget / 2 if args.budget else None
+    seconds = args.compile_budget or (args.budget / 2 if args.budget else None)
+    deadline = session.began + seconds if seconds else None
     every = [case for group in cases for case in group]
     for job in compile_all(every, peers, args.also, args.compile, deadline):
         if job.contender != OURS:  # a run has times of Wyfold, whatever a peer's compilation took

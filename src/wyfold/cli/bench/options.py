@@ -142,7 +142,13 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
         "--budget",
         type=whole(1),
         metavar="SECONDS",
-        help="start no case later than this, and compile for half of it at most (default: no limit)",
+        help="start no case later than this (default: no limit)",
+    )
+    parser.add_argument(
+        "--compile-budget",
+        type=whole(1),
+        metavar="SECONDS",
+        help="compile for so long at most (default: half of --budget)",
     )
     parser.add_argument(
         "--resume", type=Path, metavar="FILE", help="keep the rows of this result of the same command, and run the rest"
@@ -207,7 +213,13 @@ def resolve_defaults(args: argparse.Namespace) -> str:
     if args.ranks and not launched():
         start = "torchrun --nproc-per-node N -m wyfold bench ..."
         raise UsageError(f"--ranks {args.ranks}: start the processes by {start}")
-    alone = {"suite": args.suite, "compile": args.compile, "budget": args.budget, "resume": args.resume}
+    alone = {
+        "suite": args.suite,
+        "compile": args.compile,
+        "budget": args.budget,
+        "compile-budget": args.compile_budget,
+        "resume": args.resume,
+    }
     if launched() and (given := [f"--{name}" for name, value in alone.items() if value]):
         raise UsageError(f"{', '.join(given)}: for one process, but torchrun started several")
     if args.suite and kind == "cuda":

@@ -165,7 +165,7 @@ def _row(
     if case.backward and not implementation.backward:
         return row | {"refused": "has no backward"}
     if (case, implementation.ran) in session.uncompiled:
-        return row | {"refused": "not compiled within half of --budget"}
+        return row | {"refused": "not compiled within --compile-budget"}
     try:
         found = checker.check_call(implementation, case.backward, ours=implementation.name == OURS)
         row["launches"] = plan(implementation, case, arguments)
