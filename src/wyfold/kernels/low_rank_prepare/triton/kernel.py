@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from wyfold.kernels.low_rank_prepare.triton.fold import fold
 from wyfold.tile.columns.triton import (
     RowHeads,
     early_rows,
@@ -33,9 +34,7 @@ from wyfold.tile.index.triton import (
     separate,
     store_tile,
     store_tokens,
-    store_upper,
 )
-from wyfold.tile.inverse.triton import inverse_transposed, inverse_transposed_whole
 
 
 @triton.jit(do_not_specialize=["N", "T", "per_sequence", "clear", "backward"])
@@ -132,28 +131,8 @@ def wyfold_low_rank_prepare_triton(
                 b_c = load_rows(tokens.k, tokens.s_k, at, heads.k, again, 0, K, BT, BK, 0) * b_column
                 b_APk = _add_grams(b_APk, b_rows, b_c, OP, PRECISION)
 
-    o_r, o_s = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
-    b_L, b_P = separate(b_APb)
-    b_L = -_erasing_gram(b_L, BEFORE)
-    b_PbT = tl.trans(tl.where(o_s <= o_r, b_P, 0.0))
-    # Only substitution reads the first, no tile product.
-    if TWO and BT == 32 and OP == tl.bfloat16:
-        b_AT = inverse_transposed_whole(b_L, tl.trans(b_L), BT, EXACT, SIZES.WARPS)
-    else:
-        b_AT = inverse_transposed(b_L, tl.trans(b_L), BT, EXACT, SIZES.WARPS)
-    store_upper(factors.F, i_tile, mm_exact(b_AT, b_PbT, None, EXACT), BT)
-    if backward:
-        store_upper(factors.A, i_tile, b_AT, BT)
-    b_rows = b_AT
-    if TWO:
-        b_J, b_P = separate(b_APk)
-        b_RT = mm_exact(tl.trans(_erasing_gram(b_J, BEFORE)), b_AT, None, EXACT)
-        b_PkT = tl.trans(tl.where(o_s <= o_r, b_P, 0.0))
-        store_upper(factors.P, i_tile, mm_exact(b_RT, b_PbT, b_PkT, EXACT), BT)
-        if backward:
-            store_upper(factors.R, i_tile, b_RT, BT)
-        b_rows = interleave(b_AT, b_RT)
-
+    WHOLE: tl.constexpr = TWO and BT == 32 and OP == tl.bfloat16
+    b_rows = fold(factors, i_tile, b_APb, b_APk, None, None, backward, TWO, BEFORE, WHOLE, EXACT, SIZES.WARPS)
     for column in tl.range(0, K, BE, num_stages=STAGES):
         if not KEEP:
             sums = load_chunk_sums(gate, at, i_hv, column, opaque_zero, ACTIVATION, K, BT, BE, OP)
@@ -173,16 +152,3 @@ def _add_grams(b_gram, b_rows, b_c, OP: tl.constexpr, PRECISION: tl.constexpr):
     """Add some channels to the grams of rows with columns, given with their factors.   [2 BT, BT], [r, s]"""
     b_rows, b_c = gram_operand(b_rows, OP, PRECISION), gram_operand(b_c, OP, PRECISION)
     return mm(b_rows, tl.trans(b_c), b_gram, tl.float32, PRECISION)
-
-
-@triton.jit
-def _erasing_gram(b_A, BEFORE: tl.constexpr):
-    """Gram of the erasing rows, strictly lower.   [BT, BT]
-
-    Rows that were loaded one token early are moved to their place.
-    """
-    BT: tl.constexpr = b_A.shape[0]
-    o_r, o_s = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
-    if BEFORE:
-        b_A = tl.gather(b_A, tl.broadcast_to(tl.maximum(o_r - 1, 0), (BT, BT)), 0)
-    return tl.where(o_s < o_r, b_A, 0.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from wyfold.kernels.low_rank_prepare.triton.fold import fold
 from wyfold.tile.columns.triton import RowHeads, erasing_rows, load_rows, raw_columns, row_factors
 from wyfold.tile.decay.triton import load_gate, running_sum
 from wyfold.tile.decay.triton.pairs import decay_to_end, interval_decay
@@ -19,9 +20,7 @@ from wyfold.tile.index.triton import (
     separate,
     store_tile,
     store_tokens,
-    store_upper,
 )
-from wyfold.tile.inverse.triton import inverse_transposed
 
 
 @triton.jit(do_not_specialize=["N", "T", "per_sequence", "clear", "backward"])
@@ -78,21 +77,8 @@ def wyfold_low_rank_prepare_token_gate_triton(
             b_APk = mm(b_rows, tl.trans(b_k), b_APk, OP, PRECISION)
 
     b_reads, b_queries = pair_factors(b_g, norms, b_column, TWO, BEFORE, BT)
-    b_A, b_P = separate(b_APb)
-    b_L, b_PbT = -strictly_lower(b_A * b_reads), tl.trans(lower(b_P * b_queries))
-    b_AT = inverse_transposed(b_L, tl.trans(b_L), BT, EXACT, SIZES.WARPS)
-    store_upper(factors.F, i_tile, mm_exact(b_AT, b_PbT, None, EXACT), BT)
-    if backward:
-        store_upper(factors.A, i_tile, b_AT, BT)
-    b_rows = b_AT
-    if TWO:
-        b_J, b_P = separate(b_APk)
-        b_RT = mm_exact(tl.trans(strictly_lower(b_J * b_reads)), b_AT, None, EXACT)
-        store_upper(factors.P, i_tile, mm_exact(b_RT, b_PbT, tl.trans(lower(b_P * b_queries)), EXACT), BT)
-        if backward:
-            store_upper(factors.R, i_tile, b_RT, BT)
-        b_rows = interleave(b_AT, b_RT)
-    else:
+    b_rows = fold(factors, i_tile, b_APb, b_APk, b_reads, b_queries, backward, TWO, False, False, EXACT, SIZES.WARPS)
+    if not TWO:
         b_out *= b_column
     b_rows = no_fma(b_rows * b_out[None, :])
     for column in tl.range(0, K, BE, num_stages=STAGES):
@@ -135,20 +121,6 @@ def pair_factors(b_g, norms, b_column, TWO: tl.constexpr, BEFORE: tl.constexpr, 
         b_read *= b_column[None, :]
         b_pairs *= b_column[None, :]
     return b_read, b_pairs
-
-
-@triton.jit
-def strictly_lower(x):
-    """Entries below the diagonal, rounded: later exact products split them into parts."""
-    o = tl.arange(0, x.shape[0])
-    return tl.where(o[None, :] < o[:, None], no_fma(x), 0.0)
-
-
-@triton.jit
-def lower(x):
-    """Entries on and below the diagonal, rounded."""
-    o = tl.arange(0, x.shape[0])
-    return tl.where(o[None, :] <= o[:, None], no_fma(x), 0.0)
 
 
 @triton.jit
