@@ -26,6 +26,7 @@ from wyfold.tile.decay.channel.triton.chunk_adjoint import (
     separate_sub_chunks,
     total_of,
 )
+from wyfold.tile.decay.channel.triton.own_pairs import own_pairs, own_pairs_of_columns
 from wyfold.tile.decay.triton import NEAR
 from wyfold.tile.dot.triton import mm, no_fma
 from wyfold.tile.index.triton import TokenRows, chunk_span, load_tile
@@ -77,7 +78,7 @@ def wyfold_low_rank_gradients_triton(
         b_writes = mm(b_WV, b_dS, b_writes, OP, PRECISION)
         b_D = mm(b_XO, tl.trans(b_WV), b_D, OP, PRECISION)
         b_carried += _row_sums(b_S.to(tl.float32) * b_dS.to(tl.float32), NB)
-    grams = _met(b_D, BEFORE, OP, PRECISION)
+    grams = _met(b_D, unit, scale, BEFORE, OP, PRECISION)
     i_n = tl.arange(0, NB)
     column = i_k * BK
     place = Place(i_tile, at, early, i_hv, heads, i_k, column)
@@ -96,18 +97,35 @@ def wyfold_low_rank_gradients_triton(
     if anchors == 1:
         b_row, b_column = anchored(since_anchor(sums.rows, 0), 0, "nearest")
         scaled = scaled_columns(columns, b_column, OP, PRECISION)
-        rows = load_reading(tokens, at, early, heads, norms, column, opaque_zero, SIZES, FLAGS)
-        rows = scaled_rows(rows, b_row, unit, scale, OP, PRECISION)
+        reading = load_reading(tokens, at, early, heads, norms, column, opaque_zero, SIZES, FLAGS)
+        b_db, b_dk = own_pairs_of_columns(b_db, b_dk, grams, reading, BEFORE, TWO)
+        rows = scaled_rows(reading, b_row, unit, scale, OP, PRECISION)
         found = grams_bwd(rows, scaled, grams, b_reads, memory, OP, PRECISION)
         found = ChunkGradients(
             found.a, found.q, b_db + no_fma(found.b), b_dk + no_fma(found.k), found.terms, found.undecayed
         )
         store(
-            found, b_written, b_over, b_x, tokens, norms, gate, outputs, dgate, place, unit, opaque_zero, SIZES, FLAGS
+            found,
+            grams,
+            b_written,
+            b_over,
+            b_x,
+            tokens,
+            norms,
+            gate,
+            outputs,
+            dgate,
+            place,
+            unit,
+            opaque_zero,
+            SIZES,
+            FLAGS,
         )
     else:
         # Apart, so that the common case keeps nothing in registers for it.
         none = tl.zeros_like(b_db)
+        reading = load_reading(tokens, at, early, heads, norms, column, opaque_zero, SIZES, FLAGS)
+        b_db, b_dk = own_pairs_of_columns(b_db, b_dk, grams, reading, BEFORE, TWO)
         found = ChunkGradients(none, none, b_db, b_dk, none, none)
         for anchor in range(anchors):
             b_row, b_column = anchored(since_anchor(sums.rows, anchor), anchor, "nearest")
@@ -123,22 +141,36 @@ def wyfold_low_rank_gradients_triton(
             )  # fmt: skip
             b_reads = tl.zeros_like(b_reads)
         store(
-            found, b_written, b_over, b_x, tokens, norms, gate, outputs, dgate, place, unit, opaque_zero, SIZES, FLAGS
+            found,
+            grams,
+            b_written,
+            b_over,
+            b_x,
+            tokens,
+            norms,
+            gate,
+            outputs,
+            dgate,
+            place,
+            unit,
+            opaque_zero,
+            SIZES,
+            FLAGS,
         )
 
 
 @triton.jit
-def _met(b_D, BEFORE: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
+def _met(b_D, unit, scale, BEFORE: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
     """`GramGradients` of all pairs [2 BT, 2 BT] that meet."""
     BT: tl.constexpr = b_D.shape[0] // 2
     o_r, kind = interleaved_rows(BT)
-    o_r, o_s, query = o_r[:, None], o_r[None, :], (kind == 1)[:, None]
+    far, meets = o_r[None, :] < o_r[:, None], kind == 1
     if BEFORE:  # the last erasing row is the chunk's first token, which reads no row of the chunk
-        far, own = (o_s < o_r) & (query | (o_r != BT - 1)), (o_s == o_r) & (query | (o_r != BT - 1))
-    else:  # rows read before their own write
-        far, own = o_s < o_r, (o_s == o_r) & query
+        meets = meets | (o_r != BT - 1)
+        far = far & meets[:, None]
     b_far = operand_of(tl.where(far, b_D, 0.0), OP, PRECISION)
-    return GramGradients(b_far, operand_of(tl.where(own, b_D, 0.0), OP, PRECISION))
+    b_ab, b_ak, b_qb, b_qk = own_pairs(b_D, meets, tl.where(kind == 1, scale, unit))
+    return GramGradients(b_far, b_ab, b_ak, b_qb, b_qk)
 
 
 @triton.jit

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from wyfold.kernels.low_rank_gradients.triton.loads import load_columns
 from wyfold.tile.columns.triton import keys_bwd
 from wyfold.tile.decay.channel.triton.adjoint import sum_over, sums_inside
 from wyfold.tile.decay.channel.triton.near_pairs import sub_chunk_row
+from wyfold.tile.decay.channel.triton.own_pairs import own_pairs_of_rows
 from wyfold.tile.decay.triton import NEAR
 from wyfold.tile.decay.triton.gradient import log_gate_bwd, store_gate_gradient
 from wyfold.tile.index.triton import store_token_scalars, store_tokens
@@ -30,12 +32,13 @@ class Place(NamedTuple):
 
 @triton.jit
 def store(
-    found, b_written, b_over, b_x, tokens, norms, gate, outputs, dgate, place, unit, opaque_zero,
+    found, grams, b_written, b_over, b_x, tokens, norms, gate, outputs, dgate, place, unit, opaque_zero,
     SIZES: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
     """Store a chunk's gradients: `ChunkGradients`, and that of the gate from its terms.
 
     Args:
+        grams: `GramGradients`, whose pairs of a token with itself are added to the rows' gradients.
         b_written: [NB, NEAR, BK] terms of the gate's gradient that belong to all later rows.
         b_over: [NB, BK] terms that belong to all rows of a sub-chunk, but for those of found.
         b_x: [NB, NEAR, BK] the gate as it was given.
@@ -51,7 +54,11 @@ def store(
     at, i_hv, column = place.at, place.i_hv, place.column
     b_over += sum_over(tl.sum(found.terms, axis=1), i_n + 1, i_n * 0 + NB, NB)
     b_dg = sums_inside(found.terms, b_written, b_over)
-    b_da, b_db, b_dk = found.a, found.b, found.k
+    b_dx, b_dA = log_gate_bwd(b_x, b_dg, gate, i_hv, column, CLAMPED, "channel", ACTIVATION, K, BK)
+    store_gate_gradient(dgate, place.i_tile, at, i_hv, column, b_dx, b_dA, opaque_zero, "channel", K)
+    b_db, b_dk = found.b, found.k
+    columns = load_columns(tokens, at, place.heads, norms, column, opaque_zero, SIZES, FLAGS)
+    b_da, b_dq = own_pairs_of_rows(found.a, found.q, grams, columns, FLAGS.RULE != "keys", TWO)
     if FLAGS.RULE != "keys" and outputs.a is not None:
         # The last early row is the chunk's first token, which reads undecayed, and reads no row of the chunk.
         o_n, o_k = tl.arange(0, NB)[:, None], (place.i_k * BK + tl.arange(0, BK))[None, :]
@@ -73,11 +80,9 @@ def store(
     if outputs.k is not None:
         store_token_sub_chunks(outputs.k, outputs.s_k, at, i_hv, column, b_dk, opaque_zero, K)
     if outputs.q is not None:
-        store_token_sub_chunks(outputs.q, outputs.s_q, at, i_hv, column, found.q, opaque_zero, K)
+        store_token_sub_chunks(outputs.q, outputs.s_q, at, i_hv, column, b_dq, opaque_zero, K)
     if outputs.a is not None:
         store_token_sub_chunks(outputs.a, outputs.s_a, place.early, i_hv, column, b_da, opaque_zero, K)
-    b_dx, b_dA = log_gate_bwd(b_x, b_dg, gate, i_hv, column, CLAMPED, "channel", ACTIVATION, K, BK)
-    store_gate_gradient(dgate, place.i_tile, at, i_hv, column, b_dx, b_dA, opaque_zero, "channel", K)
 
 
 @triton.jit

@@ -4,7 +4,8 @@ A pair of a row r and a column s adds R[r] D[r, s] C[s] to the gradient of each 
 gradient of their gram, and R and C are the row and the column with their factors of the decay from s to r (`anchors`).
 A gate's gradient is therefore what all pairs with a later row add, less what the pairs with a later column do, which
 lie entirely after it. Both sums contain the same products of the same rounded numbers, so what is subtracted cancels to
-the rounding of float32. Pairs of a token with itself, which could be far larger, are in neither sum.
+the rounding of float32. Pairs of a token with itself, which no gate decays, are in neither sum and in no product:
+`own_pairs` multiplies them element by element, unrounded.
 
 Tiles of two kinds of rows alternate between them, NEAR rows at a time (`interleave_sub_chunks`). A warp's part of a
 product then holds both kinds of the same tokens.
@@ -65,15 +66,19 @@ class ChunkColumns(NamedTuple):
 
 
 class GramGradients(NamedTuple):
-    """Gradients D of the grams of a chunk, inside kernels, interleaved.   [2 BT, 2 BT]
+    """Gradients D of the grams of a chunk, inside kernels.
 
     Attributes:
-        far: Of a row with the columns of earlier tokens that it meets; zero elsewhere.
-        own: Of a row with the columns of its token.
+        far: [2 BT, 2 BT] interleaved, of a row with the columns of earlier tokens that it meets; zero elsewhere.
+        ab, ak, qb, qk: [NB, NEAR, 1] of erasing rows and queries with the columns of their token, in the units of the
+            rows' gradients.
     """
 
     far: Any
-    own: Any
+    ab: Any
+    ak: Any
+    qb: Any
+    qk: Any
 
 
 class ChunkGradients(NamedTuple):
@@ -82,7 +87,9 @@ class ChunkGradients(NamedTuple):
     Attributes:
         a, q, b, k: Of `ChunkRows`.
         terms: Of the gate's gradient: those from a row on belong to it.
-        undecayed: Of the erasing rows before their factors, without the pairs of a token with itself.
+        undecayed: Of the erasing rows before their factors.
+
+    Without the pairs of a token with itself, until `own_pairs_of_rows`.
     """
 
     a: Any
@@ -206,20 +213,15 @@ def grams_bwd(rows, columns, grams, b_reads, memory, OP: tl.constexpr, PRECISION
     Returns:
         `ChunkGradients`.
     """
-    # Pairs of a token with itself come last: no gate is between them.
     b_aq = interleave_sub_chunks(rows.a, rows.q)
-    b_columns = mm(tl.trans(grams.far), b_aq, None, OP, PRECISION)
-    b_xb, b_xk = separate_sub_chunks(b_columns, memory)
+    b_xb, b_xk = separate_sub_chunks(mm(tl.trans(grams.far), b_aq, None, OP, PRECISION), memory)
     b_inside = tl.fma(columns.k.to(tl.float32), b_xk, columns.b.to(tl.float32) * b_xb)
-    b_xb, b_xk = separate_sub_chunks(mm(tl.trans(grams.own), b_aq, b_columns, OP, PRECISION), memory)
     b_xb, b_xk = b_xb * columns.factor, b_xk * columns.factor
     b_bk = interleave_sub_chunks(columns.b, columns.k)
-    b_rows = mm(grams.far, b_bk, b_reads, OP, PRECISION)
-    b_undecayed, b_xq = separate_sub_chunks(b_rows, memory)
+    b_undecayed, b_xq = separate_sub_chunks(mm(grams.far, b_bk, b_reads, OP, PRECISION), memory)
     b_later = tl.fma(rows.q.to(tl.float32), b_xq, rows.a.to(tl.float32) * b_undecayed)
     b_terms = no_fma(b_later) - no_fma(b_inside)
-    b_xa, b_xq = separate_sub_chunks(mm(grams.own, b_bk, b_rows, OP, PRECISION), memory)
-    return ChunkGradients(b_xa * rows.a_factor, b_xq * rows.q_factor, b_xb, b_xk, b_terms, b_undecayed)
+    return ChunkGradients(b_undecayed * rows.a_factor, b_xq * rows.q_factor, b_xb, b_xk, b_terms, b_undecayed)
 
 
 @triton.jit
