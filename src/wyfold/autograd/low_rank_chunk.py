@@ -33,6 +33,7 @@ from wyfold.kernels import table
 from wyfold.kernels.records import GradientOutputs, LowRankPrepared
 from wyfold.runtime import check
 from wyfold.runtime.chunk_layout import ChunkGrid, in_chunks_of, max_chunks
+from wyfold.runtime.kernel_configs import LaunchKey
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.options import DeltaOptions
 
@@ -50,12 +51,18 @@ def backward_options(t: DeltaTensors, options: DeltaOptions) -> DeltaOptions:
     return options._replace(chunk_size=BACKWARD_CHUNK, keep_factors=False)
 
 
+def prepare_key(t: DeltaTensors, options: DeltaOptions) -> LaunchKey:
+    """Launch key of `low_rank_prepare` of a call."""
+    module: Any = table.kernel_module(options.stage("prepare"), options.backend)
+    key = module.launch_key(t.q.dtype, t.q.shape[3], t.v.shape[3], options.chunk_size)
+    found: LaunchKey = module.prepare_key(key, t.q, t.g, options)
+    return found
+
+
 def prepares_on(t: DeltaTensors, options: DeltaOptions) -> str:
     """Backend whose kernel serves `low_rank_prepare` of a call."""
-    stage, (K, V) = options.stage("prepare"), (t.q.shape[3], t.v.shape[3])
-    module: Any = table.kernel_module(stage, options.backend)
-    key = module.prepare_key(module.launch_key(t.q.dtype, K, V, options.chunk_size), t.q, t.g, options)
-    return table.selected_backend(stage, options.backend, key, t.q.device)
+    key = prepare_key(t, options)
+    return table.selected_backend(options.stage("prepare"), options.backend, key, t.q.device)
 
 
 class LowRankCall:
@@ -87,6 +94,26 @@ class LowRankCall:
         module: Any = table.kernel_module(self.options.stage("prepare"), prepares_on(self.t, self.options))
         found: LowRankPrepared = module.prepare(*self.arguments, grid, self.options, o, backward=backward, clear=clear)
         return found
+
+    def scan(
+        self,
+        prepared: LowRankPrepared,
+        initial: Tensor | None,
+        grid: ChunkGrid,
+        o: Tensor,
+        final: Tensor | None,
+        states: Tensor | None,
+        first: Tensor | None,
+    ) -> None:
+        """Launch `low_rank_scan` over whole sequences; arguments are its."""
+        t, options, triton = self.t, self.options, self.stage("scan")
+        key = triton.scan_key(self.key, prepare_key(t, options), t.v, t.w, in_parts=states is not None)
+        module: Any = table.selected_module(options.stage("scan"), options.backend, key, t.v.device)
+        given = t.v, t.w, prepared, initial, grid, options, key, o, final
+        if module is triton:
+            module.scan(*given, states, first)
+        else:
+            module.scan(*given)
 
     def chunk_grid(self) -> ChunkGrid:
         """Launch what finds the chunks of the sequences."""
@@ -148,7 +175,7 @@ def forward(
         o = result.o.view(1, -1, *result.o.shape[2:])
         call.segmented(grid, prepared).forward(initial, o, final, *at_borders)
     else:
-        call.stage("scan").scan(t.v, t.w, prepared, initial, grid, options, call.key, result.o, final, states, first)
+        call.scan(prepared, initial, grid, result.o, final, states, first)
     return result, [*(at_borders if options.save else []), *(factors_to_list(prepared) if keep else [])]
 
 

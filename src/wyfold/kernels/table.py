@@ -85,7 +85,7 @@ STAGES = (
     "low_rank_recurrent",
 )
 GLUON_STAGES = tuple(
-    "prepare segment_summary segment_fold scan scan_bwd gradients recurrent ttt low_rank_prepare".split()
+    "prepare segment_summary segment_fold scan scan_bwd gradients recurrent ttt low_rank_prepare low_rank_scan".split()
 )
 COVERS = {"recurrent": ("prepare",), "low_rank_recurrent": ("low_rank_prepare",), "scan": ("state_pool",)}
 """Stages whose kernels fuse the work of other stages: `DispatchEntry.covers`."""

@@ -61,24 +61,31 @@ def low_rank_keys(
     g: Tensor | None,
     stored: torch.dtype = torch.float32,
     *,
+    w: Tensor | None = None,
+    in_parts: bool = False,
     shorter: bool = False,
 ) -> list[tuple[str, LaunchKey]]:
     """(stage, launch key) of each kernel of a diagonal-plus-low-rank rule.
 
     Args:
         stored: dtype of the states.
+        w: Factors of v, or None.
+        in_parts: Sequences are cut, or intermediate states are returned.
         shorter: The backward has chunks of `BACKWARD_CHUNK` (`low_rank_chunk.backward_options`).
     """
     prepare: Any = table.kernel_module("low_rank_prepare", "triton")
     recurrent: Any = table.kernel_module("low_rank_recurrent", "triton")
+    scan: Any = table.kernel_module("low_rank_scan", "triton")
     K, V = q.shape[-1], v.shape[-1]
     chunk_size = BACKWARD_CHUNK if options.recurrent else options.chunk_size
 
     def keys(names: Iterable[str], chunk_size: int) -> list[tuple[str, LaunchKey]]:
         key, how = prepare.launch_key(q.dtype, K, V, chunk_size), options._replace(chunk_size=chunk_size)
+        prepared = prepare.prepare_key(key, q, g, how)
         own = {
             "recurrent": recurrent.launch_key(stored, K, V),
-            "prepare": prepare.prepare_key(key, q, g, how),
+            "prepare": prepared,
+            "scan": scan.scan_key(key, prepared, v, w, in_parts=in_parts),
             "gradients": key._replace(gate=prepare.token_gate_kind(q, g, how)),
         }
         return [(options.stage(name), own.get(name, key)) for name in names]

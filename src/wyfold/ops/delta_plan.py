@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from wyfold.autograd import workspace
 from wyfold.autograd.delta_eager import chunks_per_part
-from wyfold.autograd.delta_records import LEARNING, DeltaTensors
+from wyfold.autograd.delta_records import LEARNING, DeltaTensors, most_borders
 from wyfold.autograd.low_rank_chunk import BACKWARD_CHUNK, backward_options
 from wyfold.autograd.row_alignment import alignment_copies, tma_copies
 from wyfold.context_parallel.context import ContextParallel
@@ -154,7 +155,9 @@ def _keys(
             not options.recurrent
             and backward_options(t, options._replace(backend="triton")).chunk_size != options.chunk_size
         )
-        return low_rank_keys(options, stages, t.q, t.v, t.g, stored, shorter=shorter)
+        in_parts = options.checkpoint_every > 0 or most_borders(t, options) > 0
+        how: Any = {"w": t.w, "in_parts": in_parts, "shorter": shorter}
+        return low_rank_keys(options, stages, t.q, t.v, t.g, stored, **how)
     if options.recurrent:
         return token_keys(t.q, t.v, t.g, stored, v_first=options.state_v_first)
     scanned = expected_segments(checked.sequences, sizes["B"] * sizes["T"], options.chunk_size, options.cut)

@@ -122,7 +122,7 @@ def _keys(
     """(stage, launch key) of each kernel of a call. between: Its stages of segments."""
     sizes = checked.sizes
     if options.rule != "delta":
-        return low_rank_keys(options, (("prepare", "scan" if flags.chunked else "recurrent"), ()), t.q, t.v, t.g)
+        return low_rank_keys(options, (("prepare", "scan" if flags.chunked else "recurrent"), ()), t.q, t.v, t.g, w=t.w)
     if not flags.chunked:
         recurrent: Any = table.kernel_module("recurrent", "triton")
         alone = not checked.packed and not flags.each and sizes["T"] == 1 and options.erases

@@ -101,6 +101,18 @@ def scan(
     )
 
 
+def scan_key(key: LaunchKey, prepared: LaunchKey, v: Tensor, w: Tensor | None, *, in_parts: bool) -> LaunchKey:
+    """Launch key of the outputs' scan: with the gate's kind where a Gluon kernel may serve it.
+
+    Args:
+        key: Of the call.
+        prepared: Of its `low_rank_prepare`.
+        in_parts: Intermediate states are returned, or sequences are cut: the Triton kernel serves both.
+    """
+    readable = not in_parts and (w is None or w.dtype == v.dtype)
+    return key._replace(gate=prepared.gate) if prepared.per_channel and readable else key
+
+
 class Output(NamedTuple):
     """Kernel argument: the output and its strides, or None."""
 

@@ -40,7 +40,7 @@ def tile_bytes(SIZES, *fields):
     """Bytes of a chunk's tiles, from the fields of `ChunkInputs` (a record as an argument loses their names)."""
     x, triangle = ChunkInputs(*fields), 3  # quarters
     once = [x.q, x.k, x.rows] + [x.total] * SIZES.CHANNEL
-    tiles = once + [x.x] * SIZES.PARTS + [x.write] * (1 if SIZES.FOLDED else triangle) + [x.square] * triangle
+    tiles = once + [x.x, x.w] * SIZES.PARTS + [x.write] * (1 if SIZES.FOLDED else triangle) + [x.square] * triangle
     return sum(tile.block_type.nbytes for tile in tiles if tile is not None)
 
 
@@ -66,12 +66,15 @@ def load_rows(inputs, ring, stage, tile, token, SIZES: gl.constexpr):
 
 @gluon.jit
 def load_values(inputs, ring, stage, token, SIZES: gl.constexpr):
-    """Load v or do of a chunk, for all parts."""
+    """Load v or do of a chunk, and the factors of v, for all parts."""
     PARTS: gl.constexpr = SIZES.PARTS
     BW: gl.constexpr = SIZES.BV // SIZES.PARTS
     for part in gl.static_range(PARTS):
         buffer = ring.x.index(stage * PARTS + part)
         tma_load(inputs.x, [token, inputs.column_x + part * BW], ring.full.index(stage), buffer)
+        if inputs.w is not None:
+            factors = ring.w.index(stage * PARTS + part)
+            tma_load(inputs.w, [token, inputs.column_x + part * BW], ring.full.index(stage), factors)
 
 
 @gluon.jit

@@ -16,6 +16,7 @@ class Sizes(NamedTuple):
         ERASES: `DeltaOptions.erases`; without it the keys read no state, and R is V.
         OUT: Buffers per part for what TMA stores.
         IN_PLACE: Whether TMA stores from the stage's values, which `x_free` then frees.
+        ADDS: Whether erasing rows are negative, as those of the low-rank rules: what they read is added, unscaled.
     """
 
     H: int
@@ -32,6 +33,7 @@ class Sizes(NamedTuple):
     ERASES: bool = True
     OUT: int = 0
     IN_PLACE: bool = False
+    ADDS: bool = False
 
 
 class Span(NamedTuple):
@@ -93,6 +95,7 @@ class ChunkInputs(NamedTuple):
         total: Decay over the chunk, [K] with a channel gate; otherwise not loaded.
         write: E [BT, K] if folded, else an upper triangular [BT, BT].
         square: Upper triangular [BT, BT].
+        w: [BT, BW] factors of v, in the columns of x.
     """
 
     tile: Any
@@ -107,13 +110,14 @@ class ChunkInputs(NamedTuple):
     total: Any
     write: Any
     square: Any
+    w: Any = None
 
 
 class Ring(NamedTuple):
     """Shared memory of the stages, [STAGES, ..] unless noted, and its barriers. A tile that is not loaded is another.
 
     Attributes:
-        q, k, x, rows, total, write, square: As in `ChunkInputs`; x is [STAGES * PARTS, BT, BW].
+        q, k, x, rows, total, write, square, w: As in `ChunkInputs`; x and w are [STAGES * PARTS, BT, BW].
         full: Barrier: the producer's loads of the stage have arrived.
         free: Barrier: every part has read the stage.
         x_free: Barrier, with IN_PLACE: what was stored from the stage's x has been read.
@@ -129,3 +133,4 @@ class Ring(NamedTuple):
     full: Any
     free: Any
     x_free: Any
+    w: Any

@@ -67,7 +67,10 @@ def ring_of(inputs, SIZES: gl.constexpr):
     x_free = free
     if SIZES.IN_PLACE:
         x_free = barriers(STAGES, SIZES.PARTS)
-    return Ring(q, k, values, rows, total, write, square, full, free, x_free)
+    w = values
+    if inputs.w is not None:
+        w = gl.allocate_shared_memory(inputs.w.dtype, [VALUES, BT, BW], inputs.w.layout)
+    return Ring(q, k, values, rows, total, write, square, full, free, x_free, w)
 
 
 @gluon.jit

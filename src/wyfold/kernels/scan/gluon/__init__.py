@@ -95,6 +95,7 @@ def scan(
         x_write=x_E if folded else x_W,
         x_F=x_F,
         x_o=x_o,
+        x_w=None,
         tokens=with_strides(Tokens, h_q=q.stride(2), h_k=k.stride(2), h_v=v.stride(2), o=out_rows),
         states=with_strides(States, S0=initial_state, ST=final_state),
         segments=segment_tables(segments, borders, selected),

@@ -24,13 +24,14 @@ class Globals(NamedTuple):
 
     Attributes:
         total: Decays of a scalar gate.
-        x_o: TMA descriptor of the output.
+        x_o, x_w: TMA descriptors of the output, and of the factors of v or None.
         scale: Factor of the output.
         tokens, states, segments: Arguments of the kernel.
     """
 
     total: Any
     x_o: Any
+    x_w: Any
     scale: Any
     tokens: Any
     states: Any
@@ -128,16 +129,20 @@ def _step(S, total, gmem, ring, smem, span, part, stage, i, SIZES: gl.constexpr,
     _release(gmem, ring, smem, span, part, stage, i, SIZES)
     if not FULL:
         Sk, Sq = warpgroup_mma_wait(0, deps=[Sk, Sq])
-    v = ring.x.index(stage * SIZES.PARTS + part).permute((1, 0)).load(LC)
-    # The compiler drops the loads that a gate kind or a form does not use.
-    in_k, in_q = factors.slice(0, BT).load(ROW), factors.slice(BT, BT).load(ROW)
-    beta = factors.slice(3 * BT, BT).load(ROW)
+    v = _values(gmem, ring, stage * SIZES.PARTS + part, LC)
+    if SIZES.ADDS:
+        in_k = gl.full([BT], 1.0, gl.float32, ROW)
+        in_q, beta = in_k, in_k
+    else:
+        # The compiler drops the loads that a gate kind or a form does not use.
+        in_k, in_q = factors.slice(0, BT).load(ROW), factors.slice(BT, BT).load(ROW)
+        beta = factors.slice(3 * BT, BT).load(ROW)
     if FULL and ERASES:
         Sk = warpgroup_mma_wait(1, deps=[Sk])
     R = _residual(v, Sk, in_k, span.tail_rows, SIZES, FULL)
     e, beta_out = zero_acc, beta  # read without FOLDED alone
     if FOLDED:
-        y = gl.convert_layout((R * beta[None, :]).to(OP), L.chunk_left, assert_trivial=True)
+        y = gl.convert_layout((R if SIZES.ADDS else R * beta[None, :]).to(OP), L.chunk_left, assert_trivial=True)
         if FULL:
             Sq = warpgroup_mma_wait(0, deps=[Sq])
     else:
@@ -211,10 +216,23 @@ def _wide_step(S, total, gmem, ring, smem, span, part, stage, i, SIZES: gl.const
 
 
 @gluon.jit
+def _values(gmem, ring, i, LC: gl.constexpr):
+    """Values of a stage's part, v or w v.   [BW, BT]"""
+    v = ring.x.index(i).permute((1, 0)).load(LC)
+    if gmem.x_w is not None:
+        # Rounded before it is added, as in Triton.
+        zeros = gl.zeros(v.shape, gl.float32, LC)
+        v = gl.fma(v.to(gl.float32), ring.w.index(i).permute((1, 0)).load(LC).to(gl.float32), zeros)
+    return v
+
+
+@gluon.jit
 def _residual(v, Sk, in_k, rows, SIZES: gl.constexpr, FULL: gl.constexpr):
     """Values, minus what the state holds at their keys if the rule erases; zero past the chunk's tokens."""
     if not SIZES.ERASES:
         R = v.to(gl.float32)
+    elif SIZES.ADDS:
+        R = v.to(gl.float32) + Sk
     elif SIZES.CHANNEL:
         R = v.to(gl.float32) - Sk
     else:

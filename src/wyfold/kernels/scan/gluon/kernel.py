@@ -56,6 +56,7 @@ def wyfold_scan_gluon(
     x_write,
     x_F,
     x_o,
+    x_w,
     tokens,
     states,
     segments,
@@ -114,7 +115,7 @@ def wyfold_scan_gluon(
         span = computed(span, live.to(gl.int32))
     inputs = ChunkInputs(
         span.tile.to(gl.int32), span.token, (i_h * tokens.h_q).to(gl.int32), (i_h * tokens.h_k).to(gl.int32),
-        (i_hv * tokens.h_v).to(gl.int32) + span.column, x_q, x_k, x_v, x_rows, x_total, x_write, x_F,
+        (i_hv * tokens.h_v).to(gl.int32) + span.column, x_q, x_k, x_v, x_rows, x_total, x_write, x_F, x_w,
     )  # fmt: skip
     ring = ring_of(inputs, SIZES)
     out = ring.x
@@ -123,7 +124,7 @@ def wyfold_scan_gluon(
     state = None
     if SIZES.K > IN_REGISTERS:
         state = gl.allocate_shared_memory(x_k.dtype, [PARTS, BW, SIZES.K], x_k.layout)
-    gmem = Globals(x_total, x_o, scale, tokens, states, segments)
+    gmem = Globals(x_total, x_o, x_w, scale, tokens, states, segments)
     count = span.steps + (span.tail_rows > 0).to(gl.int32)
     coords = Coords(span, Ends(i_n, i_border, i_n < N, begins, ends, i_to))
     specialize(consumer, gmem, ring, Smem(out, state), coords, produce, (inputs, ring, count, False, SIZES), SIZES)
