@@ -720,6 +720,7 @@ PER_ARCHITECTURE: dict[str, tuple[Call | ServingCall | RankCall, ...]] = {
         Call("chunk_comba", K=64, V=64, options=(("chunk_size", 32),), tested=HOPPER),
         Call("chunk_comba", options=(("chunk_size", 32),)),
         Call("chunk_gdn2", options=(("chunk_size", 64),), wrt=("initial_state",)),
+        Call("chunk_gdn2", options=(("chunk_size", 64),), wrt=("initial_state",), segments=4),
         Call("chunk_gdn2", options=(("chunk_size", 64), ("use_qk_l2norm_in_kernel", True)), packed=True, wrt=NONE),
         Call("chunk_iplr_delta_rule", K=64, V=64, options=(("chunk_size", 32),)),
         Call("chunk_iplr_delta_rule", options=(("chunk_size", 32),)),
