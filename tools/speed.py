@@ -101,11 +101,11 @@ def comparisons() -> list[Comparison]:
                 if not rows or (rows[0]["norm"], rows[0]["gate"]) == (row["norm"], row["gate"]):
                     rows.append(row)
         for key, rows in groups.items():
-            ours = next(row for row in rows if row["contender"] == "wyfold" and "," not in row["ran"])
+            ours = [row for row in rows if row["contender"] == "wyfold" and "," not in row["ran"]]
             for peer in dict.fromkeys(PEERS.values()):
                 theirs = [row for row in rows if _peer(row["ran"]) == peer]
-                if theirs and not (peer == "fla" and any(map(_runs_flash_qla, theirs))):
-                    times = _times(ours, theirs)
+                if ours and theirs and not (peer == "fla" and any(map(_runs_flash_qla, theirs))):
+                    times = _times(ours[0], theirs)
                     found[*key, peer] = Comparison(*key, peer, *times, file.name, gpus[0]["name"])
     order = list(OPERATORS.values())
     return sorted(found.values(), key=lambda c: (order.index(c.operator), c.shape, c.mode, c.peer))

@@ -18,7 +18,7 @@ from wyfold.cli.bench.cases import Case
 from wyfold.cli.bench.implementations import AccuracyCheck, implementations_of, make_call, plan
 from wyfold.cli.bench.peer import Adapter, Loaded, Peer
 from wyfold.cli.bench.peers import PEERS
-from wyfold.cli.bench.suites import SuiteRow
+from wyfold.cli.bench.suites import BOTH, SuiteRow
 from wyfold.reference.shapes import Shape
 
 TIMEOUT = subprocess.TimeoutExpired
@@ -143,6 +143,8 @@ def test_kernels_are_compiled_once_for_each_operator_and_set_of_heads():
     assert all(job.contender != "wyfold" for job in found[:-4])
     ours = [job for job in found if job.ran == "wyfold.chunk_gated_delta_rule"]
     assert [job.cases for job in ours] == [rows[:5], rows[5:]]
+    paths = [Case("path", Shape(1, T, 1, 1, 8, 8), "none", "float32", mode, 0) for T in (20, 30) for mode in BOTH]
+    assert [job.cases for job in precompile.jobs(paths, [], [])] == [paths[:2], paths[2:]]
 
 
 @pytest.mark.parametrize("op, K, V", [("gdn_layer", 8, 16), ("kda_layer", 8, 8)])

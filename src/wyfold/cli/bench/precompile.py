@@ -92,7 +92,8 @@ def jobs(cases: Iterable[Case], peers: Sequence[Peer], also: Sequence[str]) -> l
     for case in cases:
         s = case.shape
         gate = "given" if case.gate in DECAYS else case.gate
-        alike = (case.op, s.H, s.HV, s.K, s.V, gate, case.norm, case.dtype, case.gate_dtype, case.chunk)
+        length = s.T if case.op == "path" else 0  # its kernels differ by length, and compile for a minute each
+        alike = (case.op, length, s.H, s.HV, s.K, s.V, gate, case.norm, case.dtype, case.gate_dtype, case.chunk)
         for implementation in implementations_of(case, peers, also):
             if not implementation.backward and case.backward:
                 continue
