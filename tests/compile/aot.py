@@ -766,6 +766,13 @@ PER_ARCHITECTURE: dict[str, tuple[Call | ServingCall | RankCall, ...]] = {
             for name in ("delta_rule", "gated_delta_rule")
             for K, V in ((64, 64), (256, 256), (256, 512))
         ),
+        *(
+            Call(f"chunk_{name}", V=V, options=GPU_CHUNKS, heads=12)
+            for name in ("delta_rule", "gated_delta_rule")
+            for V in (192, 256)
+        ),
+        Call("chunk_gated_delta_rule", V=256, options=GPU_CHUNKS, heads=128, wrt=("initial_state",)),
+        Call("chunk_gla", V=256, options=GPU_CHUNKS, heads=1, scalar=True),
         Call("chunk_gated_delta_rule", K=32, V=32, options=GPU_CHUNKS, wrt=("initial_state",)),
         Call("chunk_gated_delta_rule", "float16", 256, 256, wrt=("initial_state",)),
         Call("chunk_gated_delta_rule", "float32", 256, 256, wrt=("initial_state",)),

@@ -107,6 +107,11 @@ def test_channel_gate_served_in_gluon(call: dict):
         {"K": 64, "V": 64},
         {"K": 256, "V": 256, "op": wyfold.chunk_delta_rule},
         {"K": 256, "V": 512, "cu_seqlens": torch.tensor([0, 30, 70]), "use_qk_l2norm_in_kernel": True},
+        {"K": 256, "V": 512, "HV": 4},
+        {"K": 64, "V": 64, "HV": 6, "use_qk_l2norm_in_kernel": True},
+        {"H": 9, "HV": 9, "K": 96, "V": 192},
+        {"H": 16, "HV": 16, "V": 256},
+        {"H": 5, "HV": 10, "K": 100, "V": 130, "op": wyfold.chunk_delta_rule},
     ],
     ids=title,
 )
@@ -126,7 +131,6 @@ KDA = {"op": wyfold.chunk_kda}
         {"K": 64, "HV": 4},
         {"K": 64, "V": 256},
         {"K": 256, "V": 128},
-        {"K": 256, "V": 512, "HV": 4},
         {**KDA, "K": 96, "V": 192, "chunk_size": 32},
         {**KDA, "chunk_size": 32},
     ],
@@ -160,7 +164,7 @@ def test_a_reloaded_address_is_found(kind: str, found: int):
 
 
 CALLS = [call for call in aot.PER_ARCHITECTURE["sm_90"] if isinstance(call, aot.Call) and call.heads == 1]
-IN_GROUPS = [replace(call, heads=3) for call in CALLS if "inside" not in call.subject and call.K == 128]
+IN_GROUPS = [replace(call, heads=3) for call in CALLS if "inside" not in call.subject]
 
 
 # One call with a scalar gate, one with a channel gate and one with wide heads, which `test_kernels` compiles too.

@@ -223,6 +223,8 @@ class Language:
     # --- creation ---
 
     def arange(self, first: int, last: int, layout: Any = None) -> Value:
+        count = last - first
+        assert count & (count - 1) == 0, f"{count} is no power of two"
         return Value(torch.arange(first, last, dtype=torch.int32), layout)
 
     def zeros(self, shape: Shape, dtype: torch.dtype, layout: Any = None) -> Value:

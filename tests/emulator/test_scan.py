@@ -35,7 +35,11 @@ SHAPES = [
 WIDE = [({"BV": 64, "PARTS": 1, "OUT": 1}, 2)]
 """Configurations for keys of 256 channels, which have no folded form."""
 WIDE_FORMS = [("scalar", False), ("scalar", False, False)]
-CASES = cases(CONFIGS, FORMS, SHAPES) + cases(WIDE, WIDE_FORMS, [shape | {"K": 256} for shape in SHAPES[:4]])
+CASES = (
+    cases(CONFIGS, FORMS, SHAPES)
+    + cases(CONFIGS[4:5], FORMS[:1], [{"T": 200, "V": 192}])
+    + cases(WIDE, WIDE_FORMS, [shape | {"K": 256} for shape in SHAPES[:4]])
+)
 
 
 def expected(call: Call) -> tuple[Tensor, Tensor]:
@@ -91,12 +95,12 @@ def judge(machine: Machine, config: tuple[dict[str, int], int], call: Call) -> N
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["where they came from", "in other slots"])
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
-def test_states_in_slots_of_a_pool(stored: torch.dtype, elsewhere: bool):
+@pytest.mark.parametrize("stored, V", [(torch.float32, 128), (torch.bfloat16, 128), (torch.float32, 192)], ids=str)
+def test_states_in_slots_of_a_pool(stored: torch.dtype, V: int, elsewhere: bool):
     """The same bits as with contiguous states. A sequence without a live slot outputs zeros and writes no state."""
-    call = draw("scalar", False, T=530, cu=PACKED, H=2)
+    call = draw("scalar", False, T=530, cu=PACKED, H=2, V=V)
     call.spoil()
-    N, blocks, stages = len(call.spans), *CONFIGS[0]
+    N, blocks, stages = len(call.spans), *CONFIGS[0 if V == 128 else 4]
     pool = torch.randn(2 * N + 3, *call.S0.shape[1:]).to(stored)
     if stored == torch.bfloat16:
         pool = pool.mT.contiguous().mT  # V-first

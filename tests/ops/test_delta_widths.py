@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.compile import aot
 from tests.ops.low_rank_calls import OPERATORS, agree
 from torch import Tensor
 from torch.nn.functional import pad
@@ -15,6 +16,7 @@ from wyfold.ops import delta_plan
 from wyfold.ops.delta_widths import fitted
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
+from wyfold.runtime import segment_rule
 
 RULES = ("delta_rule", "gated_delta_rule", "kda")
 FORMS = ("chunk", "fused_recurrent")
@@ -132,6 +134,30 @@ def test_heads_computed_as_narrower_ones(rule: str, v_first: bool, results, floa
         (float64_bounds.gradient if name.startswith("d") else float64_bounds.output)(name, found[name], x)
     q, v = torch.zeros(1, 5, 1, 12), torch.zeros(1, 5, 1, 40)
     assert "K 12 as 16, V 40 as 3 x 16" in str(wyfold.explain(wyfold.chunk_delta_rule, q, q, v))
+
+
+@pytest.mark.parametrize(
+    ("K", "V", "heads", "words"),
+    [
+        (128, 256, 8, "V 256 as 2 x 128"),
+        (128, 256, 9, ""),
+        (96, 192, 9, "K 96 as 128"),
+        (100, 130, 9, "K 100 as 128, V 130 as 1 x 192"),
+        (128, 300, 9, "V 300 as 3 x 128"),
+    ],
+)
+@pytest.mark.parametrize("T", [64, 8192])
+def test_wide_values_stay_whole_where_sequences_are_never_cut(K: int, V: int, heads: int, words: str, T: int):
+    """The number of heads decides, for every length and batch: bits do not depend on those."""
+    q, k = (torch.zeros(1, T, heads, K, dtype=torch.bfloat16).requires_grad_() for _ in range(2))
+    v, g = torch.zeros(1, T, heads, V, dtype=torch.bfloat16), torch.zeros(1, T, heads)
+    with aot.pretend_gpu("sm_90", lambda *_, **__: None):
+        text = str(wyfold.explain(wyfold.chunk_gated_delta_rule, q, k, v, g, g, backend="triton", chunk_size=64))
+        with segment_rule.forced(4):
+            cut = str(wyfold.explain(wyfold.chunk_gated_delta_rule, q, k, v, g, g, backend="triton", chunk_size=64))
+    assert (f"widths       {words}\n" in text) if words else "widths" not in text
+    assert text.count("(gluon)") == (5 if "segments" not in text else 9)
+    assert f"V {V} as {-(-V // 128)} x 128" in cut, "segments need heads of 128"
 
 
 def test_only_what_lacks_its_width_is_copied():

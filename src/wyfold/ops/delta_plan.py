@@ -34,7 +34,10 @@ from wyfold.runtime.torch_modes import autocast_dtype
 from wyfold.runtime.torch_ops import constant_to_compilers, in_autocast_dtype
 
 HEAD = 128
-"""Width of the heads of the Gluon kernels."""
+"""Width of the heads of the fastest kernels, and of those that cut sequences."""
+
+VALUE_TILE = 64
+"""Value channels of a program, of which wider heads have several."""
 
 SEGMENT_STAGES = ("segment_summary", "segment_fold")
 """Stages between those of a call, where long sequences are cut into segments."""
@@ -43,7 +46,7 @@ SEGMENT_STAGES = ("segment_summary", "segment_fold")
 def make_plan(t: DeltaTensors, flags: DeltaFlags, context: ContextParallel | None = None) -> DeltaOptions:
     """Check a call over whole sequences and return its options. context: cp_context."""
     checked = check_call(t, flags, context)
-    head_width = best_head_width(t, flags)
+    head_width = best_head_width(t, flags, context)
     t, widths = fitted(t, flags.rule, v_first=flags.state_v_first, head_width=head_width)
     if widths is not None:
         checked = checked._replace(sizes=checked.sizes | {"HV": t.v.shape[2], "K": widths.key, "V": widths.value})
@@ -321,14 +324,17 @@ def _runs_in_gluon(device: torch.device, dtype: torch.dtype, stage: str, widths:
     return kernel_configs.dispatched(triton_support.architecture(device), stage, key)
 
 
-def best_head_width(t: DeltaTensors, flags: DeltaFlags) -> int:
-    """Width of the heads as which a call's are computed, as in `DeltaOptions`: that of the Gluon kernels or 0.
+def best_head_width(t: DeltaTensors, flags: DeltaFlags, context: ContextParallel | None) -> int:
+    """Width of the value heads as which a call's are computed, as in `DeltaOptions`; 0 for the nearest to the call's.
 
     Triton's tiles are powers of two, so keys of 65 to 128 channels and wider values cost what padded heads of 128 do.
     Measured in docs/log/operators.md. Keys of a channel gate are not padded: the gate would be padded too, in float32,
     which costs the forward more than it gains.
+
+    Gluon kernels that take wide values whole are faster than heads of 128, but have no segments. So calls are left to
+    them whose heads of 128 would never be cut. The number of heads decides that, not the batch or its lengths.
     """
-    K, V = t.q.shape[-1], t.v.shape[-1]
+    K, (HV, V) = t.q.shape[-1], t.v.shape[2:]
     widest_keys = K == HEAD if flags.channel else HEAD // 2 < K <= HEAD
     if not widest_keys or V <= HEAD or flags.rule != "delta" or not flags.erases or flags.recurrent:
         return 0
@@ -336,7 +342,14 @@ def best_head_width(t: DeltaTensors, flags: DeltaFlags) -> int:
         return 0
     dtype = autocast_dtype(t.q.device.type) or t.q.dtype
     gate = "none" if t.g is None else "channel" if flags.channel else "scalar"
-    return HEAD if _gradients_in_gluon(t.q.device, dtype, f"K{HEAD} V{HEAD} C64 {gate}") else 0
+    if not _gradients_in_gluon(t.q.device, dtype, f"K{HEAD} V{HEAD} C64 {gate}"):
+        return 0
+    cut = segment_rule.cut(HV * -(-V // HEAD), HEAD, HEAD, 64, _processors(t.q.device))
+    width = -(-V // VALUE_TILE) * VALUE_TILE
+    whole = cut == segment_rule.WHOLE and context is None
+    if not whole or not _gradients_in_gluon(t.q.device, dtype, f"K{HEAD} V{width} C64 {gate}"):
+        return HEAD
+    return 0 if (K, V) == (HEAD, width) else width
 
 
 @constant_to_compilers

@@ -5,18 +5,20 @@ belong to them stay zero. The columns of a state do not depend on each other, so
 several narrow ones that read the same key head. Autograd cuts and adds the gradients. Kernels of diagonal-plus-low-rank
 rules need that above `WIDEST_LOW_RANK`.
 
-The fastest kernels have heads of 128. A wider value head is computed as several of those, where that is faster
-(`best_head_width` in `wyfold.ops.delta_plan`).
+Some widths are computed with others that kernels have too, because those are faster: keys of 96 channels as 128, wide
+values as several heads of 128 (`best_head_width` in `wyfold.ops.delta_plan`).
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from wyfold.autograd.delta_records import DeltaTensors
+from wyfold.runtime.kernel_configs import tile_width
 
 MULTIPLE = 8
 """Widths of kernels are multiples of it."""
@@ -59,7 +61,7 @@ def fitted(t: DeltaTensors, rule: str, *, v_first: bool, head_width: int = 0) ->
     K, V = t.q.shape[-1], t.v.shape[-1]
     widest = WIDEST_VALUE if rule == "delta" else WIDEST_LOW_RANK
     if head_width:
-        widths = Widths(K, V, head_width, head_width, -(-V // head_width))
+        widths = Widths(K, V, tile_width(K), head_width, -(-V // head_width))
     elif K % MULTIPLE == 0 and V % MULTIPLE == 0 and V <= widest:
         return t, None
     else:
@@ -103,8 +105,11 @@ def _rounded(width: int) -> int:
 
 
 def _padded(x: Tensor, zeros: int) -> Tensor:
-    """Rows with zeros appended; x itself, not a copy, if there are none."""
-    return pad(x, (0, zeros)) if zeros else x
+    """Rows with zeros appended; x itself, not a copy, if there are none.
+
+    The gradient of a concatenation is a view, where that of `pad` is a copy.
+    """
+    return torch.cat((x, x.new_zeros(*x.shape[:-1], zeros)), -1) if zeros else x
 
 
 def _repeated(x: Tensor | None, widths: Widths, dim: int) -> Tensor | None:

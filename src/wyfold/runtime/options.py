@@ -36,7 +36,8 @@ class DeltaOptions(NamedTuple):
         backend: The plan's backend.
         segment_chunks, segments: `Cut` of long sequences.
         unit: `gradient_unit` of the call.
-        head_width: Width K and V of the heads that the call's are computed as; 0 for widths nearest to the call's.
+        head_width: Width of the value heads that the call's are computed as, with K rounded up to a power of two; 0 for
+            widths nearest to the call's.
         rule: "delta", or how a diagonal-plus-low-rank rule makes its rows and columns (`tile.columns`): "given",
             "rates", "keys", "feedback".
         erases: Whether a write of the rule "delta" first erases what its key reads. False: GLA.

@@ -1,7 +1,7 @@
 """`gradients` in Gluon for Hopper: bfloat16, chunks of 64.
 
-`scalar` serves no gate and a scalar gate with K = V = 128, `wide` the same with other multiples of 64 and equal heads,
-`channel` a channel gate with K = V = 128. `heads` adds the gradients of value heads in groups.
+`scalar` serves no gate and a scalar gate with K = V = 128, `wide` the same with other multiples of 64, `channel` a
+channel gate with K = V = 128. `heads` adds the gradients of value heads in groups.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class HeadSizes(NamedTuple):
     Attributes:
         H, GR: Key heads, and value heads of each.
         K, BT: Sizes of a tile.
-        ROWS: Rows of memory from the tile of one value head to that of the next.
+        ROWS, COLUMNS: Rows of memory from the tile of one value head to that of the next, and numbers of a row.
         NORM: Whether the sums are gradients of normalised rows, divided by the rows' lengths.
     """
 
@@ -42,6 +42,7 @@ class HeadSizes(NamedTuple):
     K: int
     BT: int
     ROWS: int
+    COLUMNS: int
     NORM: bool
 
 
@@ -56,7 +57,7 @@ def head_arguments(
     """Arguments of the kernel, which sums the gradients of q and k over the value heads of each key head.
 
     Args:
-        tiles: Those of q and k through each value head, every `sizes.ROWS` rows of K numbers.
+        tiles: Those of q and k through each value head, each at the start of `sizes.ROWS` rows.
         rows: q and k, for the norm's adjoint.
         out: Receives the gradients of q and k that are not None.
         sizes: Of the kernel.
@@ -100,7 +101,7 @@ def wyfold_gradients_heads_gluon(
     """One program sums the gradients of a chunk of one key head, in the order of its value heads.
 
     Args:
-        p_q, p_k: Gradients through each value head, [BT, K] every SIZES.ROWS rows.
+        p_q, p_k: Gradients through each value head, [BT, K] every SIZES.ROWS rows of SIZES.COLUMNS.
         p_dq, p_dk: Sums, at the tokens; None if they are not wanted.
         rows: A `HeadRows`.
     """
@@ -125,10 +126,10 @@ def _store_sum(p_tiles, p, s, p_x, s_x, at, read_at, pid, SIZES: gl.constexpr):
     K: gl.constexpr = SIZES.K
     BT: gl.constexpr = SIZES.BT
     GR: gl.constexpr = SIZES.GR
-    TILE: gl.constexpr = SIZES.ROWS * K
+    TILE: gl.constexpr = SIZES.ROWS * SIZES.COLUMNS
     L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // K, K // 8], [gl.num_warps(), 1], [1, 0])
     o_t, o_w = gl.arange(0, BT, layout=gl.SliceLayout(1, L)), gl.arange(0, K, layout=gl.SliceLayout(0, L))
-    offsets = o_t[:, None] * K + o_w[None, :]
+    offsets = o_t[:, None] * SIZES.COLUMNS + o_w[None, :]
     mask = (o_t < read_at.rows)[:, None] & (o_w >= 0)[None, :]
     total = gl.zeros([BT, K], gl.float32, L)
     p_first = p_tiles + pid * GR * TILE + offsets

@@ -107,11 +107,10 @@ def wyfold_scan_gluon(
             )  # fmt: skip
             ends = ends & stored
         if not live:
-            # The program of the first tile zeroes the output; the consumers then see no token.
-            if i_v == 0:
-                for row in range(0, span.length, BT):
-                    at = TokenRows(span.b, span.t + row, span.length - row)
-                    clear_tokens(tokens.o, tokens.s_o, at, i_hv, SIZES.V, BT, SIZES.V)
+            # Each program zeroes its columns of the output; the consumers then see no token.
+            for row in range(0, span.length, BT):
+                at = TokenRows(span.b, span.t + row, span.length - row)
+                clear_tokens(tokens.o + span.column, tokens.s_o, at, i_hv, SIZES.BV, BT, SIZES.BV)
         span = computed(span, live.to(gl.int32))
     inputs = ChunkInputs(
         span.tile.to(gl.int32), span.token, (i_h * tokens.h_q).to(gl.int32), (i_h * tokens.h_k).to(gl.int32),

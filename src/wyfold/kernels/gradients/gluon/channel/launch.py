@@ -105,7 +105,7 @@ def gradients(
         **config.options(),
     )
     if HV > H:
-        sizes = HeadSizes(H, HV // H, K, C, ROWS=V, NORM=options.qk_l2norm)
+        sizes = HeadSizes(H, HV // H, K, C, ROWS=V, COLUMNS=K, NORM=options.qk_l2norm)
         summed = head_arguments((out_q, out_k), (read_q, read_k), out, sizes, grid, config)
         launch_kernel(wyfold_gradients_heads_gluon, grid.chunks * H, **summed)
     elif work.norm_dots is not None:

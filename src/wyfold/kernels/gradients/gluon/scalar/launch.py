@@ -61,7 +61,7 @@ def gradients(
     read_q, read_k, read_do = (_readable(x) for x in (q, k, do))
     wanted = [(out.q, read_q), (out.k, read_k), (out.v, read_do)]
     if HV > H:  # a program reads its tiles of e and X before it stores dq and dk there
-        wanted = [(x.view(1, -1, 1, K), x) for x in (borders.e, borders.X)] + wanted[2:]
+        wanted = [(x.view(1, -1, 1, V)[..., :K], x) for x in (borders.e, borders.X)] + wanted[2:]
     out_q, out_k, out_v = (
         like.new_empty(like.shape) if to is None or not _tma_readable(to) else to for to, like in wanted
     )
@@ -111,7 +111,7 @@ def gradients(
     )
     copy_wanted((out_q, out_k, out_v), [requested for requested, _ in wanted])
     if HV > H:
-        sizes = HeadSizes(H, HV // H, K, C, ROWS=C, NORM=False)
+        sizes = HeadSizes(H, HV // H, K, C, ROWS=C, COLUMNS=V, NORM=False)
         summed = head_arguments((out_q, out_k), None, out, sizes, grid, config)
         launch_kernel(wyfold_gradients_heads_gluon, grid.chunks * H, **summed)
     sum_over_chunks(dA_log, out.A_log)

@@ -10,6 +10,9 @@ passes through a ring of stages, in tiles of 64 value channels, which a producer
 So e, X and do are read once more for each slice, from L2. The arithmetic is that of `scalar`, whose functions for
 tokens' numbers, pairs and gates this kernel shares. With the l2 norm, the gradients of normalised rows wait for their
 dot products over all slices, rounded, in the memory of q and k.
+
+With several value heads to a key head, a program stores its dq and dk over its tiles of e and X, which must be as
+wide, once all slices have read them. `heads` adds them, as for `scalar`.
 """
 
 from wyfold.kernels.gradients.gluon.wide.kernel import wyfold_gradients_wide_gluon

@@ -13,7 +13,7 @@ from wyfold.kernels.gradients.gluon.tokens import Coords, store_rows, store_scal
 from wyfold.kernels.gradients.gluon.wide.arguments import BW, Ring, Smem, Totals
 from wyfold.kernels.gradients.gluon.wide.grams import gram_gradients, gram_products
 from wyfold.kernels.gradients.gluon.wide.producer import produce
-from wyfold.kernels.gradients.gluon.wide.slices import finish_slice, slice_gradients
+from wyfold.kernels.gradients.gluon.wide.slices import finish_slice, slice_gradients, store_slice
 from wyfold.kernels.pipeline.gluon import barriers, next_stage
 from wyfold.tile.index.gluon import barrier
 from wyfold.tile.index.triton import chunk_span
@@ -47,12 +47,13 @@ def wyfold_gradients_wide_gluon(
     FLAGS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """One program computes a chunk of one value head, which has a key head for itself."""
-    H: gl.constexpr = SIZES.H
+    """One program computes a chunk of one value head."""
+    HV: gl.constexpr = SIZES.HV
+    GR: gl.constexpr = HV // SIZES.H
     BT: gl.constexpr = SIZES.BT
     NK: gl.constexpr = SIZES.K // WIDTH
     pid = gl.program_id(0).to(gl.int64)
-    i_c, i_h = pid // H, pid % H
+    i_c, i_h = pid // HV, pid % HV
     i_n, _, b, t, rows = chunk_span(i_c, packing, T, per_sequence, FLAGS.PACKED, BT)
     coords = Coords(b, t, (b * T + t).to(gl.int32), i_h, rows)
     if FLAGS.PACKED:
@@ -80,7 +81,7 @@ def wyfold_gradients_wide_gluon(
     barrier()
     inputs = TmaInputs(
         x_q, x_k, x_do, x_S, x_dS, x_e, x_X, coords.token, pid.to(gl.int32),
-        (i_h * heads.h_q).to(gl.int32), (i_h * heads.h_k).to(gl.int32), (i_h * heads.h_do).to(gl.int32),
+        (i_h // GR * heads.h_q).to(gl.int32), (i_h // GR * heads.h_k).to(gl.int32), (i_h * heads.h_do).to(gl.int32),
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -138,6 +139,9 @@ def _consume(
             finish_slice(x_dq, x_dk, ring, smem, outputs, coords, dot_q, dot_k, h, stage, SIZES, FLAGS)
             mbarrier.arrive(ring.free.index(stage), count=1)
             stage, phase = next_stage(stage, phase, STAGES)
+    elif SIZES.HV > SIZES.H:  # only now: every slice reads the tiles of e and X, where its gradients are stored
+        for h in range(NK):
+            store_slice(x_dq, x_dk, smem, outputs, coords, h, SIZES, FLAGS)
     # Cross-warp reductions may be given shared memory that TMA stores still read, so the stores must end first.
     tma.store_wait(pendings=0)
     barrier()
@@ -150,14 +154,15 @@ def _consume(
 
 @gluon.jit
 def _store_zeros(outputs, dgate, coords, tile, SIZES: gl.constexpr):
-    """Store zeros as the gradients of a chunk that belongs to no sequence."""
+    """Store zeros as the gradients of a chunk of no sequence; as those of q and k only if no other head has them."""
     BT: gl.constexpr = SIZES.BT
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     ONE: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
     zeros, o_1 = gl.zeros([BT, WIDTH], gl.float32, ROWS), gl.arange(0, BT, layout=ONE)
-    for h in range(SIZES.K // WIDTH):
-        store_rows(outputs.dq, outputs.s_dq, coords, h * WIDTH, zeros, ROWS, BT, WIDTH)
-        store_rows(outputs.dk, outputs.s_dk, coords, h * WIDTH, zeros, ROWS, BT, WIDTH)
+    if SIZES.HV == SIZES.H:
+        for h in range(SIZES.K // WIDTH):
+            store_rows(outputs.dq, outputs.s_dq, coords, h * WIDTH, zeros, ROWS, BT, WIDTH)
+            store_rows(outputs.dk, outputs.s_dk, coords, h * WIDTH, zeros, ROWS, BT, WIDTH)
     for i in range(SIZES.V // WIDTH):
         store_rows(outputs.dv, outputs.s_dv, coords, i * WIDTH, zeros, ROWS, BT, WIDTH)
     store_scalars(outputs.dbeta, outputs.s_dbeta, coords, o_1, gl.zeros([BT], gl.float32, ONE))

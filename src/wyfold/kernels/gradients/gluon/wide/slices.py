@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from wyfold.kernels.gradients.gluon.tokens import store_token_tile
+from wyfold.kernels.gradients.gluon.tokens import Coords, store_token_tile
 from wyfold.kernels.gradients.gluon.wide.arguments import BW, Totals
 from wyfold.kernels.pipeline.gluon import next_stage
 from wyfold.tile.index.gluon import barrier, clear_rows
@@ -26,7 +26,7 @@ def slice_gradients(
 ):  # fmt: skip
     """Compute dq and dk of slice h of the channels, through the states and the grams.
 
-    They are stored to the memory of q and k, and without a norm to their tokens.
+    They are stored to the memory of q and k, and to their tokens if they are final and a key head has one value head.
 
     Returns:
         The sums over channels with this slice's, and the next stage and its phase.
@@ -58,8 +58,8 @@ def slice_gradients(
     barrier()
     q.store(dq.to(q.dtype))
     k.store(dk.to(k.dtype))
-    if not FLAGS.NORM:
-        _store_slice(x_dq, x_dk, smem, outputs, coords, h, SIZES, FLAGS)
+    if not FLAGS.NORM and SIZES.HV == SIZES.H:
+        store_slice(x_dq, x_dk, smem, outputs, coords, h, SIZES, FLAGS)
     return Totals(read, write, traced, dot_q, dot_k), stage, phase
 
 
@@ -101,14 +101,17 @@ def finish_slice(
     dk = gl.fma(ring.dS.index(stage).load(LC).to(gl.float32), dot_k[:, None], k.load(LC).to(gl.float32))
     q.store(dq.to(q.dtype))
     k.store(dk.to(k.dtype))
-    _store_slice(x_dq, x_dk, smem, outputs, coords, h, SIZES, FLAGS)
+    store_slice(x_dq, x_dk, smem, outputs, coords, h, SIZES, FLAGS)
 
 
 @gluon.jit
-def _store_slice(x_dq, x_dk, smem, outputs, coords, h, SIZES: gl.constexpr, FLAGS: gl.constexpr):
-    """Store dq and dk of slice h to their tokens."""
+def store_slice(x_dq, x_dk, smem, outputs, coords, h, SIZES: gl.constexpr, FLAGS: gl.constexpr):
+    """Store dq and dk of slice h at their tokens, or in the head's tiles."""
     fence_async_shared()
     barrier()
-    column = h * WIDTH
-    store_token_tile(x_dq, outputs.dq, outputs.s_dq, coords, column, smem.q.index(h), FLAGS.WHOLE, SIZES.BT, WIDTH)
-    store_token_tile(x_dk, outputs.dk, outputs.s_dk, coords, column, smem.k.index(h), FLAGS.WHOLE, SIZES.BT, WIDTH)
+    column, place = h * WIDTH, coords
+    if SIZES.HV > SIZES.H:  # read here, not kept in registers
+        row = gl.program_id(0).to(gl.int64) * SIZES.BT
+        place = Coords(coords.b * 0, row, row.to(gl.int32), coords.h * 0, coords.rows)
+    store_token_tile(x_dq, outputs.dq, outputs.s_dq, place, column, smem.q.index(h), FLAGS.WHOLE, SIZES.BT, WIDTH)
+    store_token_tile(x_dk, outputs.dk, outputs.s_dk, place, column, smem.k.index(h), FLAGS.WHOLE, SIZES.BT, WIDTH)
