@@ -351,6 +351,28 @@ def test_prefill_is_the_chunk_call_in_place(rule: str, v_first: bool, backend: s
     assert torch.equal(checkpoints[[0, 1, 3, 4]], between[[0, 1, 3, 4]])
 
 
+@pytest.mark.parametrize("v_first", [False, True], ids=["K first", "V first"])
+def test_values_of_512_channels(rule: str, v_first: bool, backend: str, device):
+    """A prompt and a token of heads as wide as those of fla's default layer."""
+    a = drawn(rule, device, backend, N=1, T=21, K=8, V=512)
+    before = torch.randn(3, 2, *((512, 8) if v_first else (8, 512))).to(device)
+    pool, slots, where = before.clone(), index(2, device=device), {"state_v_first": v_first}
+    op, call = getattr(wyfold, f"chunk_{rule}"), at(a, slice(20))
+    if rule == "delta_rule":
+        del call["g"]
+    expected, state = op(**call, initial_state=before[2:], output_final_state=True, **where)
+    assert torch.equal(serving.prefill(**at(a, slice(20)), pool=pool, state_indices=slots, **where), expected)
+    assert torch.equal(pool[2:], state) and torch.equal(pool[:2], before[:2])
+    token = at(a, slice(20, 21))
+    expected, state = alone(rule, token, pool[2:].clone(), v_first)
+    assert torch.equal(serving.decode(**token, pool=pool, state_indices=slots, **where), expected)
+    assert torch.equal(pool[2:], state)
+    if not v_first:
+        with pytest.raises(ValueError, match="v must have width V a multiple of 8 from 8 to 512, got 520"):
+            b = drawn(rule, device, backend, N=1, K=8, V=520)
+            serving.decode(**b, pool=torch.zeros(3, 2, 8, 520, device=device), state_indices=slots, **where)
+
+
 POOLS: dict[str, tuple[torch.dtype, bool, bool]] = {
     "K first": (torch.float32, False, False),
     "V first": (torch.float32, True, False),

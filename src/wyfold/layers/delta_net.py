@@ -118,11 +118,11 @@ class DeltaMixer(nn.Module):
 
         Raises:
             ValueError: No device is given, and the parameters are on the meta device, as those of an offloaded layer;
-                or K or V is no multiple of 8 or above 256.
+                or K or V is no multiple of 8, K is above 256 or V above 512.
         """
         name = f"{type(self).__name__}.new_pool"
         check.width(name, "K", "head_dim", self.head_dim)
-        check.width(name, "V", "head_v_dim", self.head_v_dim)
+        check.width(name, "V", "head_v_dim", self.head_v_dim, most=WIDEST_VALUE)
         check.integer(name, "slots", slots, least=1)
         weight = self.conv.weight  # only for device and dtype: a sharded or offloaded one has no values here
         if device is None and weight.device.type == "meta":

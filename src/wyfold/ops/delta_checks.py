@@ -11,7 +11,7 @@ from torch import Tensor
 
 from wyfold.autograd.delta_records import DeltaTensors
 from wyfold.context_parallel.context import ContextParallel
-from wyfold.ops.delta_widths import WIDEST_KEY, WIDEST_VALUE
+from wyfold.ops.delta_widths import WIDEST_KEY, WIDEST_LOW_RANK, WIDEST_VALUE
 from wyfold.ops.rank_agreement import check_shard
 from wyfold.runtime import check
 from wyfold.runtime.layout import boundaries, legal_boundaries, packed_boundaries
@@ -182,7 +182,7 @@ def check_tensors(
     keys = f"{names.get('q', 'q')} and k"
     if pooled:
         check.width(op, "K", keys, sizes["K"])
-        check.width(op, "V", "v", sizes["V"])
+        check.width(op, "V", "v", sizes["V"], most=WIDEST_VALUE if rule == "delta" else WIDEST_LOW_RANK)
     else:
         check.any_width(op, "K", keys, sizes["K"], most=WIDEST_KEY)
         check.any_width(op, "V", "v", sizes["V"], most=WIDEST_VALUE)

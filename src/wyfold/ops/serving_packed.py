@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from wyfold.ops import serving_call
+from wyfold.ops.delta_widths import WIDEST_VALUE
 from wyfold.ops.serving_checks import ServingFlags, ServingTensors
 from wyfold.runtime import check
 from wyfold.runtime.options import DeltaOptions
@@ -164,7 +165,7 @@ def _check_packed(tensors: tuple[Any, ...], values: tuple[Any, ...]) -> None:
     op = "decode_packed"
     check.head_groups(op, H, HV, keys="q and k in heads", values="heads")
     check.width(op, "K", "dims", K)
-    check.width(op, "V", "dims", V)
+    check.width(op, "V", "dims", V, most=WIDEST_VALUE)
     given = {"mixed_qkv": mixed_qkv, "raw_g": raw_g, "raw_beta": raw_beta}
     check.floating(op, mixed_qkv=mixed_qkv, raw_g=raw_g, raw_beta=raw_beta)
     check.same_attribute(op, "device", **given, A_log=A_log, dt_bias=dt_bias, pool=pool, out=out)
