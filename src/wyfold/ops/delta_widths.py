@@ -107,9 +107,9 @@ def _rounded(width: int) -> int:
 def _padded(x: Tensor, zeros: int) -> Tensor:
     """Rows with zeros appended; x itself, not a copy, if there are none.
 
-    The gradient of a concatenation is a view, where that of `pad` is a copy.
+    The gradient of a concatenation is a view, where that of `pad` is a copy. It is fast for contiguous rows alone.
     """
-    return torch.cat((x, x.new_zeros(*x.shape[:-1], zeros)), -1) if zeros else x
+    return torch.cat((x.contiguous(), x.new_zeros(*x.shape[:-1], zeros)), -1) if zeros else x
 
 
 def _repeated(x: Tensor | None, widths: Widths, dim: int) -> Tensor | None:
