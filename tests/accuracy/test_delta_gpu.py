@@ -169,13 +169,25 @@ def test_widths(rule: str, K: int, V: int, judged):
         require(*judged(rule, drawn(family, rule, Shape(4, 150, 1, 2, K, V)), row))
 
 
-@pytest.mark.parametrize(("K", "V"), [(64, 64), (256, 256), (256, 512)])
+@pytest.mark.parametrize(
+    ("H", "HV", "K", "V"),
+    [
+        (2, 2, 64, 64),
+        (2, 2, 256, 256),
+        (2, 2, 256, 512),
+        (9, 9, 96, 192),
+        (9, 9, 128, 256),
+        (2, 6, 64, 64),
+        (2, 4, 256, 512),
+        (5, 10, 128, 192),
+    ],
+)
 @pytest.mark.parametrize("rule", RULES[:2])
-def test_equal_heads_of_other_widths(rule: str, K: int, V: int, judged):
-    """Under a scalar gate or none, heads of 64 and of 256 channels have Gluon kernels."""
+def test_other_widths(rule: str, H: int, HV: int, K: int, V: int, judged):
+    """Gluon kernels under a scalar gate or none. Wide values of 9 heads or more stay whole."""
     for family in ("random", "identical"):
         row = family if family == "random" and V <= 128 else None
-        require(*judged(rule, drawn(family, rule, Shape(4, 200, 2, 2, K, V)), row))
+        require(*judged(rule, drawn(family, rule, Shape(4, 200, H, HV, K, V)), row))
 
 
 @pytest.mark.parametrize("group", [2, 3, 4, 12])
