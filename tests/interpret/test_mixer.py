@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from wyfold import SequenceLayout
 from wyfold.autograd.mixer import Mixer
-from wyfold.layers import GatedDeltaNet, KimiDeltaAttention, whole
+from wyfold.layers import GatedDeltaNet, KimiDeltaAttention
 from wyfold.reference import error
 from wyfold.runtime import replay_cache
 
@@ -28,8 +28,7 @@ MADE: dict[str, Callable[[], nn.Module]] = {
 @pytest.fixture
 def as_one_function(device: torch.device) -> Iterator[None]:
     """Within, layers on the device are called as one function."""
-    devices = frozenset((device.type,))
-    with mock.patch.object(replay_cache, "DEVICES", devices), mock.patch.object(whole, "DEVICES", devices):
+    with mock.patch.object(replay_cache, "DEVICES", frozenset((device.type,))):
         yield
 
 

@@ -22,7 +22,7 @@ import wyfold
 from wyfold import SequenceLayout, serving
 from wyfold.autograd import delta_chunk
 from wyfold.autograd.head_parts import HeadPart
-from wyfold.layers import GatedDeltaNet, KimiDeltaAttention, whole
+from wyfold.layers import GatedDeltaNet, KimiDeltaAttention
 from wyfold.runtime import check, kernel_configs, kernel_launch, recorded_launch, recorder, replay_cache
 from wyfold.runtime.recording import _FAST_EMPTY, Allocate, Operation
 from wyfold.runtime.replay_cache import PublicOperator, Recording, planned
@@ -102,7 +102,6 @@ def lines() -> Iterator[list[tuple[Any, ...]]]:
         mock.patch.object(kernel_configs, "processors", lambda device: 132),
         mock.patch.object(check, "readable", lambda x: False),
         mock.patch.object(replay_cache, "DEVICES", frozenset(("cpu",))),
-        mock.patch.object(whole, "DEVICES", frozenset(("cpu",))),
         mock.patch.dict(kernel_launch._launches, clear=True),
         mock.patch.dict(replay_cache._entries, clear=True),
         mock.patch.dict(replay_cache._alike, clear=True),

@@ -13,14 +13,8 @@ from wyfold.layers.conv import ShortConvolution
 from wyfold.layers.norm import GatedRMSNorm
 from wyfold.ops.delta_checks import DeltaFlags
 from wyfold.ops.mixer import MixerFlags, whole_mixer
+from wyfold.runtime import replay_cache
 from wyfold.runtime.layout import SequenceLayout
-
-DEVICES: frozenset[str] = frozenset()
-"""Types of devices on which layers run as one function.
-
-"cuda" belongs here once `tests/interpret/test_mixer.py` passes on a GPU. One of its tests failed on an H200, for a
-reason that is not known.
-"""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = [getattr(modules, f"_global{name}", {}) for name in _HOOKS]
@@ -67,7 +61,7 @@ def whole_layer(
     if (
         torch.compiler.is_compiling()
         or not isinstance(x, Tensor)
-        or x.device.type not in DEVICES
+        or x.device.type not in replay_cache.DEVICES
         or not torch.is_grad_enabled()
     ):
         return None

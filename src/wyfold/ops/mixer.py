@@ -15,7 +15,7 @@ from wyfold.ops.conv import CONV
 from wyfold.ops.delta_checks import DeltaFlags
 from wyfold.ops.delta_plan import known_short, make_plan
 from wyfold.ops.norm import RMS_NORM_GATED
-from wyfold.runtime import check, replay_cache, torch_modes
+from wyfold.runtime import check, torch_modes
 from wyfold.runtime.layout import SequenceLayout
 from wyfold.runtime.replay_cache import find_call
 
@@ -54,20 +54,17 @@ class MixerFlags(NamedTuple):
 def whole_mixer(tensors: MixerTensors, flags: MixerFlags, layout: SequenceLayout | None) -> Tensor | None:
     """Run a layer as one autograd function; None if its modules have to run.
 
-    That is so where no gradient is needed, under autocast, a compiler, a profiler or any other mode, for tensors of
-    other classes, off CUDA, in mixed dtypes, and for widths that kernels do not have.
+    That is so where no argument requires a gradient, under autocast, a compiler, a profiler or any other mode, for
+    tensors of other classes, in mixed dtypes, and for widths that kernels do not have.
 
     Args:
         tensors: Input and parameters, without boundaries.
         flags: Of the call.
         layout: Boundaries of a packed input, or None.
     """
-    x = tensors.x
-    if x.device.type not in replay_cache.DEVICES or not torch.is_grad_enabled():
-        return None
     if layout is not None:
         rule = flags.rule._replace(tokens=layout.tokens)
-        if known_short(rule.op, x, layout, None):
+        if known_short(rule.op, tensors.x, layout, None):
             rule = rule._replace(max_splits=1)
         tensors, flags = tensors._replace(cu_seqlens=layout.cu_seqlens), flags._replace(rule=rule)
     known = find_call("mixer_fwd", tensors, flags.values())
