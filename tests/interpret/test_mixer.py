@@ -22,6 +22,8 @@ MADE: dict[str, Callable[[], nn.Module]] = {
     "GDN, packed": lambda: GatedDeltaNet(24, 1, 1, 8, 24, allow_neg_eigval=True, backend="triton"),
     "KDA, packed": lambda: KimiDeltaAttention(24, 2, 2, 16, backend="triton"),
     "KDA, bounded": lambda: KimiDeltaAttention(24, 1, 1, 16, lower_bound=-5.0, backend="triton"),
+    "GDN, bfloat16": lambda: GatedDeltaNet(24, 1, 2, 128, backend="triton"),
+    "KDA, bfloat16": lambda: KimiDeltaAttention(24, 1, 1, 128, backend="triton"),
 }
 
 
@@ -46,8 +48,12 @@ def differentiated(layer: nn.Module, x: Tensor, dy: Tensor, layout: SequenceLayo
 
 def draw(made: str, B: int, T: int, device: torch.device) -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
-    layer = MADE[made]().to(device)
-    return layer, torch.randn(B, T, 24, device=device, requires_grad=True), torch.randn(B, T, 24, device=device)
+    layer, dtype = MADE[made]().to(device), torch.bfloat16 if "bfloat16" in made else torch.float32
+    for name, parameter in layer.named_parameters():
+        if "decay_parameters" not in name:
+            parameter.data = parameter.to(dtype)
+    x, dy = torch.randn(2, B, T, 24, device=device).to(dtype)
+    return layer, x.requires_grad_(), dy
 
 
 @pytest.mark.parametrize("made", MADE)
