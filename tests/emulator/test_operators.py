@@ -28,7 +28,7 @@ from wyfold.kernels.scan_bwd import gluon as scan_bwd
 from wyfold.kernels.segment_fold import gluon as segment_fold
 from wyfold.kernels.segment_summary.gluon import backward, forward
 from wyfold.reference import inputs
-from wyfold.reference.error import judge, require
+from wyfold.reference.error import judge, require, rms
 from wyfold.reference.shapes import Shape
 from wyfold.reference.targets import target
 from wyfold.runtime import chunk_layout, segment_rule
@@ -147,3 +147,16 @@ def compare(rule: str, a: dict[str, Any], segments: int, configs: tuple[tuple[An
     names = {"dinitial_state": "dh0"}
     verdicts = [judge(got[key], x, name=key, target=target(names.get(key, key), BF16)) for key, x in truth.items()]
     require(*verdicts)
+
+
+def test_exact_products_in_segments(results):
+    """Without a gate or an erasure, the initial state's gradient is a sum of exact products, in any scale."""
+    a = drawn("linear attention") | {"scale": 0.3}
+    wide = {key: x.double() if isinstance(x, torch.Tensor) else x for key, x in a.items()}
+    fed = {"o": inputs.incoming(a["v"], 1), "state": inputs.incoming(a["initial_state"], 2)}
+    truth = results(reference.gla, wide, None, {key: x.double() for key, x in fed.items()})
+    with on_the_emulator() as machine, segment_rule.forced(3):
+        got = results(wyfold.chunk_gla, a, None, fed, chunk_size=64)
+    assert "wyfold_segment_summary_bwd_gluon" in machine.launches
+    # `segment_fold` multiplies in parts of bfloat16; one rounding of do * scale is 4.6e-4.
+    assert rms(got["dinitial_state"], truth["dinitial_state"]) < 1e-5

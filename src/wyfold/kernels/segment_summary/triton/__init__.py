@@ -134,7 +134,7 @@ def segment_summary_bwd(
         do: [1, T, HV, V].
         dST: [N, HV, K, V] view, gradient of the final state, or None (zeros).
         segments: Layout of the segments.
-        options: Uses `scale`.
+        options: Uses `scale`, `unit`.
         key: Key of the launch configuration.
         c: [borders, HV, K, V] float32 view, written.
         horizon: As of `segment_summary`.
@@ -171,7 +171,8 @@ def segment_summary_bwd(
         packing=Packing(cu=grid.cu, first=grid.first),
         N=segments.sequences,
         T=grid.tokens,
-        scale=options.scale,
+        unit=options.unit,
+        scale=options.scale / options.unit,
         SIZES=Sizes(H=HK, HV=HV, K=K, V=V, BT=C, BK=BK, BV=BV, STAGES=config.stages),
         CHANNEL=channel,
         FOLDED=folded,

@@ -27,7 +27,7 @@ class ReverseInputs(NamedTuple):
     E: Any
 
 
-@triton.jit(do_not_specialize=["N", "T", "scale"])
+@triton.jit(do_not_specialize=["N", "T", "unit", "scale"])
 def wyfold_segment_summary_bwd_triton(
     x_q,
     x_k,
@@ -42,6 +42,7 @@ def wyfold_segment_summary_bwd_triton(
     packing,
     N,
     T,
+    unit,
     scale,
     SIZES: tl.constexpr,
     CHANNEL: tl.constexpr,
@@ -50,7 +51,7 @@ def wyfold_segment_summary_bwd_triton(
     OP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program owns BV value rows of c."""
+    """One program owns BV value rows of c. Gradients are in units of `DeltaOptions.unit`, as in `scan_bwd`."""
     H: tl.constexpr = SIZES.H
     HV: tl.constexpr = SIZES.HV
     K: tl.constexpr = SIZES.K
@@ -82,7 +83,7 @@ def wyfold_segment_summary_bwd_triton(
         b_dS = tl.zeros((BV, BK), tl.float32)
         if gradients.dST is not None:
             if ends:
-                b_dS = load_state(gradients.dST, gradients.s_dST, i_n, i_hv, column, K, V, BK, BV)
+                b_dS = load_state(gradients.dST, gradients.s_dST, i_n, i_hv, column, K, V, BK, BV) * (1.0 / unit)
         if USE_TMA:
             if steps * BT < length:
                 if not CHANNEL:
@@ -104,7 +105,7 @@ def wyfold_segment_summary_bwd_triton(
                 column, scale, SIZES, CHANNEL, FOLDED, USE_TMA, USE_TMA, OP, PRECISION,
             )  # fmt: skip
             total = next_total
-        store_state(gradients.c, gradients.s_c, i_border - 1, i_hv, column, b_dS, K, V, BK, BV)
+        store_state(gradients.c, gradients.s_c, i_border - 1, i_hv, column, b_dS * unit, K, V, BK, BV)
 
 
 @triton.jit

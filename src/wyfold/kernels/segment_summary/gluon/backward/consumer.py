@@ -20,11 +20,13 @@ class Globals(NamedTuple):
 
     Attributes:
         total: Decays of a scalar gate.
-        scale: Factor of the outputs.
+        unit: `DeltaOptions.unit`, in which gradients are computed.
+        scale: Factor of the outputs, in units.
         gradients: Argument of the kernel.
     """
 
     total: Any
+    unit: Any
     scale: Any
     gradients: Any
 
@@ -43,6 +45,7 @@ def consumer(gmem, ring, smem, coords, part, SIZES: gl.constexpr):
     dS = load_state(
         gmem.gradients.dST, gmem.gradients.s_dST, coords.n, coords.ends, None, None, None, None, span.hv, row, SIZES
     )
+    dS *= 1.0 / gmem.unit
     opaque_zero = gl.minimum(count, 0)
     total = 0.0
     next_total = 0.0
@@ -66,7 +69,7 @@ def consumer(gmem, ring, smem, coords, part, SIZES: gl.constexpr):
         next_total = later_total
         stage, phase = next_stage(stage, phase, SIZES.STAGES)
     if coords.needed != 0:
-        store_state(gmem.gradients.c, gmem.gradients.s_c, coords.border, None, span.hv, row, dS, SIZES)
+        store_state(gmem.gradients.c, gmem.gradients.s_c, coords.border, None, span.hv, row, dS * gmem.unit, SIZES)
 
 
 @gluon.jit

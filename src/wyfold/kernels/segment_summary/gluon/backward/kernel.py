@@ -43,7 +43,7 @@ class Coords(NamedTuple):
     tail_rows: Any
 
 
-@gluon.jit(do_not_specialize=["N", "T", "scale"])
+@gluon.jit(do_not_specialize=["N", "T", "unit", "scale"])
 def wyfold_segment_summary_bwd_gluon(
     x_q,
     x_k,
@@ -59,6 +59,7 @@ def wyfold_segment_summary_bwd_gluon(
     packing,
     N,
     T,
+    unit,
     scale,
     SIZES: gl.constexpr,
 ):
@@ -83,6 +84,6 @@ def wyfold_segment_summary_bwd_gluon(
         (i_hv * heads.h_do).to(gl.int32) + span.column, x_q, x_k, x_do, x_rows, x_total, x_write, x_F,
     )  # fmt: skip
     ring = ring_of(inputs, SIZES)
-    gmem = Globals(x_total, scale, gradients)
+    gmem = Globals(x_total, unit, scale, gradients)
     coords = Coords(needed, span, i_n, i_border - 1, ends, count, tail_rows)
     specialize(consumer, gmem, ring, None, coords, produce, (inputs, ring, count, True, SIZES), SIZES)

@@ -62,7 +62,8 @@ def segment_summary_bwd(
         packing=Packing(cu=grid.cu, first=grid.first),
         N=segments.sequences,
         T=grid.tokens,
-        scale=options.scale,
+        unit=options.unit,
+        scale=options.scale / options.unit,
         SIZES=Sizes(
             H=HK,
             HV=HV,
