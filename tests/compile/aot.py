@@ -722,6 +722,8 @@ PER_ARCHITECTURE: dict[str, tuple[Call | ServingCall | RankCall, ...]] = {
         Call("chunk_gdn2", options=(("chunk_size", 64),), wrt=("initial_state",)),
         Call("chunk_gdn2", options=(("chunk_size", 64),), wrt=("initial_state",), segments=4),
         Call("chunk_gdn2", options=(("chunk_size", 64), ("use_qk_l2norm_in_kernel", True)), packed=True, wrt=NONE),
+        Call("chunk_rwkv7", K=64, V=64, options=(("chunk_size", 32),), wrt=NONE, tested=HOPPER),
+        Call("chunk_rwkv7", K=64, V=64, options=(("chunk_size", 32),), heads=1, wrt=NONE),
         Call("chunk_iplr_delta_rule", K=64, V=64, options=(("chunk_size", 32),)),
         Call("chunk_iplr_delta_rule", options=(("chunk_size", 32),)),
         Call("chunk_delta_rule", options=(("chunk_size", 64),), heads=128, tested=HOPPER),

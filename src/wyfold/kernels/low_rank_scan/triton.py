@@ -110,7 +110,7 @@ def scan_key(key: LaunchKey, prepared: LaunchKey, v: Tensor, w: Tensor | None, *
         in_parts: Intermediate states are returned, or sequences are cut: the Triton kernel serves both.
     """
     readable = not in_parts and (w is None or w.dtype == v.dtype)
-    return key._replace(gate=prepared.gate) if prepared.per_channel and readable else key
+    return key._replace(gate=prepared.gate) if prepared.per_channel and prepared.launch is None and readable else key
 
 
 class Output(NamedTuple):

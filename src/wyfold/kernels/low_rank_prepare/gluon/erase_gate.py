@@ -1,4 +1,4 @@
-"""`low_rank_prepare` in Gluon for Hopper: the rule "keys" with a channel gate, bfloat16, K = 128, chunks of 64.
+"""Launch for the rule "keys" with a channel gate, bfloat16, K = 128, chunks of 64.
 
 The kernel is that of `prepare` for a channel gate, whose erasing rows are -(b k) here instead of k.
 """
