@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from wyfold.autograd import delta_chunk
+from wyfold.autograd.head_parts import HeadPart
 from wyfold.runtime import kernel_launch, recorder, segment_rule, side_stream
 from wyfold.runtime.replay_cache import Recording
 
@@ -121,21 +122,34 @@ def test_an_exception_in_a_replay_joins_the_side_stream(lines, there: bool, monk
     assert lines == ["10 waits for 1", "1 waits for 10"]
 
 
-def test_only_launches_between_fork_and_join_are_recordable(lines):
-    """A replay would allocate or free on the other stream."""
+@pytest.mark.parametrize("there", [True, False])
+def test_what_is_not_recordable_between_fork_and_join(lines, there: bool):
+    """A replay would do it on the other stream, or while the other stream uses the memory."""
     x = torch.zeros(4)
 
-    def allocates() -> None:
-        with side_stream.fork_side_stream(CARD) as away, away:
-            torch.empty(4)
+    def operates() -> None:
+        with side_stream.fork_side_stream(CARD) as away, away if there else contextlib.nullcontext():
+            x.zero_()
 
     def frees() -> None:
         y = torch.empty(4)
-        with side_stream.fork_side_stream(CARD) as away, away:
+        with side_stream.fork_side_stream(CARD) as away, away if there else contextlib.nullcontext():
             del y
 
-    assert recorder.record((x,), allocates)[1] == "aten::empty is called while a side stream is forked"
+    def shares() -> None:
+        launch = mock.Mock(rebind=lambda to: to(y, 0))
+        with side_stream.fork_side_stream(CARD) as away:
+            with away if there else contextlib.nullcontext():
+                y = torch.empty(4)
+            with contextlib.nullcontext() if there else away:
+                kernel_launch._thread.observer(launch, None, new=False)
+
+    assert recorder.record((x,), operates)[1] == "aten::zero_ is called while a side stream is forked"
     assert recorder.record((x,), frees)[1] == "memory is freed while a side stream is forked"
+    recording = recorder._Recorder((x,))
+    with kernel_launch.observe_steps(recording.add_launch), recording:
+        shares()
+    assert recording.refusal == "memory of one stream is used on the other"
 
 
 def test_racing_threads_get_one_pair(lines):
@@ -223,3 +237,37 @@ def test_a_call_in_segments_is_replayed_on_both_streams(rule: str, lines, launch
         ),
         ("gradients", 1),
     ]
+
+
+@pytest.mark.skipif(triton.knobs.runtime.interpret, reason="no launch is bound in the interpreter")
+@pytest.mark.parametrize("rule", ["gdn", "kda"])
+def test_parts_of_heads_are_replayed_on_both_streams(rule: str, lines, launches, monkeypatch):  # noqa: F811
+    """Each with memory of its own stream."""
+    op, given = chunked(rule, use_qk_l2norm_in_kernel=True)
+    wanted = [x.requires_grad_() for x in given.values() if isinstance(x, torch.Tensor)]
+    group = given["v"].shape[2] // given["q"].shape[2]
+    parts = [HeadPart(slice(i, i + 1), slice(i * group, (i + 1) * group), i % 2 == 1) for i in range(2)]
+    monkeypatch.setattr(delta_chunk, "head_parts", lambda *_: parts)
+    monkeypatch.setattr(delta_chunk.KernelCall, "splits_heads", True)
+    fork_side_stream = side_stream.fork_side_stream
+    monkeypatch.setattr(delta_chunk, "fork_side_stream", lambda device: fork_side_stream(CARD))
+    stream = lambda device: torch.cuda.current_stream(device).cuda_stream
+    monkeypatch.setattr(driver.active, "get_current_stream", stream, raising=False)
+    allocated: list[int] = []
+    make = lambda *how: allocated.append(stream(0)) or torch.empty_strided(how[0], how[1], dtype=how[2])
+    monkeypatch.setattr(recorder, "allocator", lambda device: make)
+
+    def called() -> list[tuple[str, int]]:
+        launches.clear(), lines.clear(), allocated.clear()
+        o = op(**given)
+        torch.autograd.grad(o[0] if isinstance(o, tuple) else o, wanted, torch.ones_like(given["v"]))
+        return [(name.removeprefix("wyfold_").removesuffix("_triton"), stream) for name, _, _, stream, *_ in launches]
+
+    with without_replay():
+        called()
+        found = called()
+    assert found[2:] == [(name, stream) for stream in (1, 10) for name in ("prepare", "scan_bwd", "gradients")]
+    assert [called() for _ in range(3)] == [found] * 3
+    assert [type(recording) for recording in recordings()] == [Recording] * 2
+    assert [line for line in lines if "waits" in line] == ["10 waits for 1", "1 waits for 10"]
+    assert {1, 10} == set(allocated)

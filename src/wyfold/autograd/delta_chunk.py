@@ -22,6 +22,7 @@ The host never waits for the device: grids and buffers are sized by capacity, an
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 
 import torch
@@ -173,13 +174,23 @@ def backward(given: DeltaBackwardInputs) -> list[Tensor]:
 def _backward_in_parts(call: KernelCall, given: DeltaBackwardInputs, do: Tensor, parts: list[HeadPart]) -> list[Tensor]:
     """Compute every needed gradient for some heads after the others."""
     t, found = call.t._replace(A_log=call.A_log, dt_bias=call.dt_bias), given.empty_grads()
-    for part in parts:
+
+    def run(part: HeadPart) -> None:
         share, d_out = KernelCall(part.of_call(t), call.options), do[:, :, part.values]
         share.grid = call.grid
         wanted = part.of_gradients(found, t.v.shape[2])
         dST = None if given.dST is None else given.dST[:, part.values]
-        # Passed on without a name: the next part's borders reuse the memory.
+        # Passed on without a name: the borders of the stream's next part reuse the memory.
         _write_gradients(share, d_out, _token_borders(share, [], d_out, dST, wanted[INITIAL_STATE]), wanted)
+
+    if not any(part.on_side for part in parts):
+        for part in parts:
+            run(part)
+        return found
+    with fork_side_stream(do.device) as on_side:
+        for part in parts:
+            with on_side if part.on_side else contextlib.nullcontext():
+                run(part)
     return found
 
 

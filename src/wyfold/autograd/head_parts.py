@@ -39,10 +39,12 @@ class HeadPart(NamedTuple):
 
     Attributes:
         keys, values: Its key heads and its value heads.
+        on_side: Whether its launches go to the side stream.
     """
 
     keys: slice
     values: slice
+    on_side: bool = False
 
     def of_call(self, t: DeltaTensors) -> DeltaTensors:
         """The part's views of the tensors of a call."""
@@ -64,7 +66,10 @@ class HeadPart(NamedTuple):
 
 
 def head_parts(t: DeltaTensors, grid: ChunkGrid, processors: int) -> list[HeadPart]:
-    """Split a call's heads, evenly, into parts that fill the GPU and have `LEAST_BYTES` of borders or more.
+    """Split a call's heads, evenly, into parts of which two fill the GPU and have `LEAST_BYTES` of borders or more.
+
+    They alternate between a stream and its side stream. Where heads cannot be halved so, one part fills the GPU, and
+    all are on one stream.
 
     Args:
         t: The call.
@@ -81,5 +86,9 @@ def head_parts(t: DeltaTensors, grid: ChunkGrid, processors: int) -> list[HeadPa
     count = -(-H // heads)
     step = ALIGNED // math.gcd(ALIGNED, group)
     share = -(-H // (count * step)) * step
-    ends = [*range(0, H, share), H]
-    return [HeadPart(slice(begin, end), slice(begin * group, end * group)) for begin, end in itertools.pairwise(ends)]
+    halves = 0 < count - 1 and share % (2 * step) == 0
+    ends = [*range(0, H, share // 2 if halves else share), H]
+    return [
+        HeadPart(slice(begin, end), slice(begin * group, end * group), halves and number % 2 == 1)
+        for number, (begin, end) in enumerate(itertools.pairwise(ends))
+    ]

@@ -305,6 +305,11 @@ def map_step(step: Any) -> Any:
     return step if step_map is None else step_map(step)
 
 
+def redirects_steps() -> bool:
+    """Whether `redirect_steps` is in force on this thread."""
+    return getattr(_thread, "step_map", None) is not None
+
+
 @contextlib.contextmanager
 def dry_run(collector: Callable[..., None]) -> Iterator[None]:
     """Launch nothing on this thread, and report each kernel that has not been launched like this.

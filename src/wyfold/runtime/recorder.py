@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wyfold.runtime import kernel_launch, torch_modes
 from wyfold.runtime.recording import Allocate, Free, Operation, Recording, Step, View, WaitCollective, allocator
-from wyfold.runtime.side_stream import ForkJoin
+from wyfold.runtime.side_stream import ForkJoin, on_side_stream
 
 Result = TypeVar("Result")
 
@@ -148,7 +148,10 @@ class _Recorder(OperationMode):
         steps, kernels: Of the recording.
         refusal: First reason why the call cannot be recorded; empty so far.
         compiled: Whether a kernel was compiled or looked up by Triton meanwhile.
-        forked: Whether a side stream is forked. Between fork and join only launches and waits can be replayed.
+        forked: Whether a side stream is forked. Between fork and join only launches and waits can be replayed, and
+            allocations of one stream's own memory.
+        on_side: Numbers of the allocations on a side stream.
+        in_fork: Numbers of the allocations since the fork.
     """
 
     def __init__(self, given: tuple[Any, ...]):
@@ -165,6 +168,7 @@ class _Recorder(OperationMode):
         self.kernels: list[Any] = []
         self.refusal, self.compiled = "", False
         self.forked = False
+        self.on_side, self.in_fork = set[int](), set[int]()
         for number, x in enumerate(given):
             if x is not None and id(x) in self.locations:
                 self.same_tensor.append((self.locations[id(x)].tensor, number))
@@ -181,7 +185,7 @@ class _Recorder(OperationMode):
             if name == WAIT_TENSOR:
                 self.steps.append(kernel_launch.map_step(WaitCollective(self.locate(args[0]).tensor)))
                 return result
-            if self.forked and not func.is_view:
+            if self.forked and not func.is_view and name not in ALLOCATIONS:
                 raise _NotRecordable(f"{name} is called while a side stream is forked")
             if name in ALLOCATIONS:
                 self.add_allocation(result)
@@ -212,8 +216,13 @@ class _Recorder(OperationMode):
 
     def add_allocation(self, x: Tensor) -> None:
         """Record the allocation of a tensor."""
-        number = self.number_allocation(x)
-        self.steps.append(Allocate(number, tuple(x.shape), x.stride(), x.dtype, self.make))
+        number, make = self.number_allocation(x), self.make
+        if self.forked:
+            self.in_fork.add(number)
+        if kernel_launch.redirects_steps():
+            self.on_side.add(number)
+            make = on_side_stream(self.device.index or 0, make)
+        self.steps.append(Allocate(number, tuple(x.shape), x.stride(), x.dtype, make))
 
     def add_launch(self, step: Step | None, kernel: Any, *, new: bool) -> None:
         """Record a launch, or a step without a kernel; the observer of `kernel_launch.observe_steps`."""
@@ -225,7 +234,8 @@ class _Recorder(OperationMode):
             else:
                 if type(step) is ForkJoin:
                     self.forked = not step.joins
-                self.steps.append(step.rebind(self.locate))
+                    self.in_fork.clear()
+                self.steps.append(step.rebind(self.locate_for_launch))
                 if kernel is not None:
                     self.kernels.append(kernel)
 
@@ -250,7 +260,7 @@ class _Recorder(OperationMode):
         del self.locations[identity], self.weakrefs[identity]
         self.live_views[number] -= 1
         if not self.live_views[number]:
-            if self.forked:
+            if self.forked and number not in self.in_fork:
                 self.refusal = self.refusal or "memory is freed while a side stream is forked"
             self.steps.append(Free(number))
 
@@ -261,11 +271,19 @@ class _Recorder(OperationMode):
         if view is not x:
             self.track(view, _Location(number, offset + int(view.storage_offset() - x.storage_offset()) * x.itemsize))
 
-    def locate(self, x: Any, _: int = 0) -> _Location:
-        """Location of a tensor. As an argument of `rebind`, it numbers the pointers of a launch."""
+    def locate(self, x: Any) -> _Location:
+        """Location of a tensor."""
         if id(x) not in self.locations:
             raise _NotRecordable("a tensor of unknown origin is used")
         return self.locations[id(x)]
+
+    def locate_for_launch(self, x: Any, _: int = 0) -> _Location:
+        """Location of a tensor that a launch on the current stream uses."""
+        location = self.locate(x)
+        number = location.tensor
+        if number in self.in_fork and (number in self.on_side) is not kernel_launch.redirects_steps():
+            raise _NotRecordable("memory of one stream is used on the other")
+        return location
 
     def view_of(self, x: Tensor) -> View:
         number, offset = self.locate(x)
@@ -311,7 +329,7 @@ class _Recorder(OperationMode):
         raise _NotRecordable(f"the result is a {type(result).__name__}")
 
     def assemble(self, results: Any, returned: dict[int, Tensor]) -> Recording:
-        """Build the recording. Workspace tensors of one lifetime share an allocation."""
+        """Build the recording. Workspace tensors of one lifetime and stream share an allocation."""
         allocations = {step.tensor: step for step in self.steps if type(step) is Allocate}
         for number, x in returned.items():
             self.check_result(x, allocations.get(number))
@@ -319,11 +337,11 @@ class _Recorder(OperationMode):
             x.tensor for step in self.steps if type(step) is Operation for x in step.arguments if type(x) is View
         }
         workspace = [n for n in allocations if n not in returned and n not in operands]
-        shared: dict[tuple[int, int], int] = {}
+        shared: dict[tuple[bool, tuple[int, int]], int] = {}
         moved: dict[int, tuple[int, int]] = {}
         sizes: Counter[int] = Counter()
         for number, lifetime in zip(workspace, self.lifetimes(workspace)):
-            memory = shared.setdefault(lifetime, len(self.given) + len(self.sizes) + len(shared))
+            memory = shared.setdefault((number in self.on_side, lifetime), len(self.given) + len(self.sizes) + len(shared))
             moved[number] = memory, sizes[memory]
             sizes[memory] += -(-self.sizes[number] // ALIGNMENT) * ALIGNMENT
         users = Counter(memory for memory, _ in moved.values())
@@ -335,7 +353,7 @@ class _Recorder(OperationMode):
             elif type(step) is Allocate and step.tensor in moved:
                 memory = moved[step.tensor][0]
                 if memory in sizes:  # made with the first of its tensors
-                    steps.append(Allocate(memory, (sizes.pop(memory),), (1,), torch.uint8, self.make))
+                    steps.append(Allocate(memory, (sizes.pop(memory),), (1,), torch.uint8, step.make))
             elif type(step) is Free and step.tensor in moved:
                 memory = moved[step.tensor][0]
                 users[memory] -= 1

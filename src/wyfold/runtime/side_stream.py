@@ -10,16 +10,17 @@ Each stream on which calls are made has one side stream, of PyTorch's 32 streams
 captured in a graph and calls that are not therefore do not share a side stream as a rule.
 
 Memory that both streams use is allocated before the fork and not freed before the join. What is allocated on the side
-stream belongs to it.
+stream belongs to it, and is used on it alone until the join.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
 from wyfold.runtime import kernel_launch
 
@@ -29,7 +30,7 @@ def fork_side_stream(device: torch.device) -> Iterator[contextlib.AbstractContex
     """Fork the side stream of a CUDA device's current stream, and join it at the end, also after an exception.
 
     Yields:
-        Context in which launches go to the side stream. On other devices it does nothing.
+        Context in which launches go to the side stream; it may be entered again. On other devices it does nothing.
     """
     if device.type != "cuda":
         yield contextlib.nullcontext()
@@ -39,16 +40,40 @@ def fork_side_stream(device: torch.device) -> Iterator[contextlib.AbstractContex
     try:
         pair.fork()
         kernel_launch.emit_step(ForkJoin(index, joins=False))
-        yield _on_side_stream(pair, index)
+        yield _InSideStream(pair, index)
     finally:
         pair.join()
     kernel_launch.emit_step(ForkJoin(index, joins=True))
 
 
-@contextlib.contextmanager
-def _on_side_stream(pair: StreamPair, index: int) -> Iterator[None]:
-    with torch.cuda.stream(pair.side), kernel_launch.redirect_steps(lambda step: OnSideStream(step, index)):
-        yield
+class _InSideStream(contextlib.AbstractContextManager[None]):
+    """Context in which launches go to the side stream of a pair."""
+
+    def __init__(self, pair: StreamPair, index: int):
+        self._pair, self._index = pair, index
+
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as entered:
+            entered.enter_context(torch.cuda.stream(self._pair.side))
+            entered.enter_context(kernel_launch.redirect_steps(lambda step: OnSideStream(step, self._index)))
+            self._entered = entered.pop_all()
+
+    def __exit__(self, *_: object) -> None:
+        self._entered.close()
+
+
+Make: TypeAlias = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
+
+
+def on_side_stream(index: int, make: Make) -> Make:
+    """A function that allocates as `make` does, on the side stream of a device's current stream."""
+
+    def allocate(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        pair = _stream_pair(index, torch.cuda.current_stream(index).cuda_stream)
+        with torch.cuda.stream(pair.side):
+            return make(shape, stride, dtype)
+
+    return allocate
 
 
 class StreamPair(NamedTuple):
@@ -92,7 +117,7 @@ def _stream_pair(index: int, handle: int) -> StreamPair:
 
 
 class ForkJoin(NamedTuple):
-    """Fork or join as a step of a recording. Between the two there are only launches and waits.
+    """Fork or join as a step of a recording. Between the two there are only launches, waits and memory of one stream.
 
     Attributes:
         device_index: Of the device.
