@@ -109,6 +109,9 @@ BESIDE = (
     Call("chunk_delta_rule", K=256, V=256, options=(*GLUON, NORM), packed=True, heads=3),
     Call("chunk_gdn2", options=(*GLUON, NORM), packed=True),
     Call("chunk_gdn2", options=GLUON, segments=5),
+    *(Call("chunk_rwkv7", K=K, V=K, options=(("chunk_size", 32),), packed=True, heads=4) for K in (64, 128)),
+    Call("chunk_dplr_delta_rule", options=(("chunk_size", 32),), segments=5),
+    Call("chunk_gated_delta_rule, gate inside", V=256, options=(*GLUON, NORM), packed=True, heads=4),
 )
 
 HORIZON = tuple(Call(subject, options=(*GLUON, NORM), heads=1, segments=4) for subject in (RULES["gdn"], RULES["kda"]))
@@ -229,7 +232,8 @@ def served(device: torch.device) -> dict[str, Callable[[], list[Tensor]]]:
             for name in ("decode", "verify", "prefill", "prefill, states between"):
                 named[f"serving.{name} {rule} {stored}"] = partial(_served, name, rule, stored, device)
     for rule in ("gated_delta_rule", "kda"):
-        named[f"serving.prefill {rule} in segments"] = partial(_prefill_in_segments, rule, device)
+        named[f"serving.prefill {rule} in segments"] = partial(_prefill, rule, 128, 128, device)
+    named["serving.prefill gated_delta_rule K256 V512"] = partial(_prefill, "gated_delta_rule", 256, 512, device)
     for rule in ("gla", "dplr", "gdn2"):
         for name in ("decode", "verify", "prefill"):
             named[f"serving.{name} {rule}"] = partial(_served_rule, name, rule, device)
@@ -266,11 +270,12 @@ def _served(name: str, rule: str, stored: str, device: torch.device) -> list[Ten
     return [o, pool]
 
 
-def _prefill_in_segments(rule: str, device: torch.device) -> list[Tensor]:
-    """Prompts of five segments, from and into slots."""
-    shape = Shape(2, 64 * 5 + 2, 1, 2, 128, 128)
-    drawn = inputs.draw("random", rule, shape, gate="model", beta="logits", dtype=torch.bfloat16)
-    pool, slots = torch.randn(6, 2, 128, 128).to(device), torch.tensor([5, 2]).to(device)
+def _prefill(rule: str, K: int, V: int, device: torch.device) -> list[Tensor]:
+    """Prompts from and into slots, in five segments if their states are narrow enough."""
+    drawn = inputs.draw(
+        "random", rule, Shape(2, 64 * 5 + 2, 1, 2, K, V), gate="model", beta="logits", dtype=torch.bfloat16
+    )
+    pool, slots = torch.randn(6, 2, V, K).to(device), torch.tensor([5, 2]).to(device)
     a: dict[str, Any] = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in drawn.items()}
     with segment_rule.forced(5):
         o = serving.prefill(
