@@ -137,12 +137,10 @@ def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:
     prepare = table.kernel_module("prepare", options.backend)
     (B, T, HV), C = t.v.shape[:3], options.chunk_size
     tiles = max_chunks(B, T, C, t.packed_sequences) * HV
-    folded = prepare.reads_folded(t.g)
+    how = {"folded": prepare.reads_folded(t.g), "norm": options.qk_l2norm, "erases": options.erases}
     return [
         *at_borders,
-        *backward_factors(
-            prepare.empty(t.q, t.g, tiles, C, folded=folded, norm=options.qk_l2norm, backward=True, forward=False)
-        ),
+        *backward_factors(prepare.empty(t.q, t.g, tiles, C, **how, backward=True, forward=False)),
     ]
 
 

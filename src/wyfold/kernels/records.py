@@ -137,10 +137,11 @@ class Prepared(NamedTuple):
             beta. If writes erase nothing, the first is zero.
         total: [t, 1 or K] float32 decay of the state over the chunk.
         q, k: [t, C, K] rows decayed from the chunk's start under a channel gate; None otherwise: the scans then read
-            the tokens themselves.
+            the tokens themselves. k is None too if writes erase nothing.
         E: [t, C, K]; None in the unfolded form.
         F: [t, 3, C/2, C/2] P A, transposed; None in the unfolded form without a backward.
-        W: [t, 3, C/2, C/2] (I + J diag(beta))^-1, transposed: e = W R. None in the folded form without a backward.
+        W: [t, 3, C/2, C/2] (I + J diag(beta))^-1, transposed: e = W R. None in the folded form without a backward, and
+            under a channel gate if writes erase nothing: A and W are then the identity.
         FB: [t, 3, C/2, C/2] F diag(beta), transposed, for the unfolded forward. None in the folded form, and where only
             a backward reads the record.
         rows_bwd: `rows` for the unfolded backward, where both directions read the record; else None.
@@ -157,6 +158,11 @@ class Prepared(NamedTuple):
     FB: Tensor | None = None
     rows_bwd: Tensor | None = None
     norms: Tensor | None = None
+
+    @property
+    def erasing(self) -> Tensor | None:
+        """k under a channel gate. If writes erase nothing E, for kernels that multiply its products by `rows`: 0."""
+        return self.k if self.q is None or self.k is not None else self.E
 
 
 class LowRankPrepared(NamedTuple):

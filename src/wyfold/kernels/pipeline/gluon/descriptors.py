@@ -44,15 +44,16 @@ def chunk_descriptors(
         UnsupportedError: The call has more rows than a TMA coordinate can count.
     """
     rows, total, q_tiles, k_tiles, E = prepared[:5]
-    K, channel = k.shape[3], k_tiles is not None
+    K, channel = k.shape[3], q_tiles is not None
+    rows_q, rows_k = (q_tiles, k_tiles) if channel else (q, k)
 
-    def of_keys(x: Tensor | None, tiles: Tensor | None) -> Any:
-        return None if x is None else token_descriptor(x, C, K) if tiles is None else tile_descriptor(tiles, C, K)
+    def of_keys(x: Tensor | None) -> Any:
+        return None if x is None else tile_descriptor(x, C, K) if channel else token_descriptor(x, C, K)
 
-    given = q, k, *values, rows, total, E, *squares
+    given = rows_q, rows_k, *values, rows, total, E, *squares
     found = (
-        of_keys(q, q_tiles),
-        of_keys(k, k_tiles),
+        of_keys(rows_q),
+        of_keys(rows_k),
         *(token_descriptor(x, C, BW) for x in values),
         vector_descriptor(rows.flatten(1), 4 * C),
         vector_descriptor(total, K) if channel else total,

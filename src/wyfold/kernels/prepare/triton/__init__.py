@@ -54,7 +54,13 @@ def prepare(
     (H, K), (HV, V), C = q.shape[2:], o.shape[2:], grid.chunk_size
     gate, channel = gate_kind(g), gate_flags(g)["CHANNEL"]
     tiles, whole = grid.chunks * HV, tile_width(K)
-    how = {"folded": folded, "norm": options.qk_l2norm, "backward": backward, "forward": forward}
+    how = {
+        "folded": folded,
+        "norm": options.qk_l2norm,
+        "erases": options.erases,
+        "backward": backward,
+        "forward": forward,
+    }
     found = empty(q, g, tiles, C, **how)
     if clear and backward and grid.cu is not None:
         # The forward saves these tensors, and a registered operator must not return uninitialised memory. Not every
@@ -119,22 +125,24 @@ def empty(
     *,
     folded: bool,
     norm: bool,
+    erases: bool = True,
     backward: bool,
     forward: bool = True,
 ) -> Prepared:
     """Allocate the factors of `tiles` tiles without writing them; sizes depend on metadata alone."""
     C, K, channel = chunk_size, q.shape[-1], gate_kind(g) == "channel"
     stored, both = workspace(q.dtype), forward and backward and not folded
+    inverts = erases or not channel
     upper = tiles, 3, C // 2, C // 2
     normed = (q.dtype, K, C) == (torch.bfloat16, 128, 64)  # the calls of the Gluon `gradients`, which reads the norms
     return Prepared(
         rows=q.new_empty(tiles, 4, C, dtype=torch.float32),
         total=q.new_empty(tiles, K if channel else 1, dtype=torch.float32),
         q=q.new_empty(tiles, C, K, dtype=stored) if channel else None,
-        k=q.new_empty(tiles, C, K, dtype=stored) if channel else None,
+        k=q.new_empty(tiles, C, K, dtype=stored) if channel and erases else None,
         E=q.new_empty(tiles, C, K, dtype=stored) if folded else None,
         F=q.new_empty(upper, dtype=stored) if backward or folded else None,
-        W=q.new_empty(upper, dtype=stored) if backward or not folded else None,
+        W=q.new_empty(upper, dtype=stored) if (backward and inverts) or not folded else None,
         FB=q.new_empty(upper, dtype=stored) if forward and not folded else None,
         rows_bwd=q.new_empty(tiles, 4, C, dtype=torch.float32) if both else None,
         norms=q.new_empty(tiles, 2, C, dtype=torch.float32) if channel and norm and normed else None,

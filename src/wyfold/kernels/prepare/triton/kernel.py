@@ -65,6 +65,7 @@ def wyfold_prepare_triton(
     OP: tl.constexpr = FLAGS.OP
     PRECISION: tl.constexpr = FLAGS.PRECISION
     EXACT: tl.constexpr = FLAGS.EXACT
+    ERASES: tl.constexpr = not (CHANNEL and factors.k is None)
     i_tile = tl.program_id(0).to(tl.int64)
     i_c, i_hv = i_tile // HV, i_tile % HV
     i_h = i_hv // (HV // H)
@@ -99,7 +100,8 @@ def wyfold_prepare_triton(
             i_i = tl.arange(0, BT // 16)[:, None, None]
             b_start = b_first + tl.sum(tl.where(i_i == 0, b_between, 0.0), axis=0)
             b_in = tl.exp2(b_start)[:, None]
-            store_sub_chunks(factors.k, i_tile, column, b_kf * b_in, opaque_zero, K, BT, BK)
+            if ERASES:
+                store_sub_chunks(factors.k, i_tile, column, b_kf * b_in, opaque_zero, K, BT, BK)
             store_sub_chunks(factors.q, i_tile, column, b_qf * b_in, opaque_zero, K, BT, BK)
             o_n, o_k = tl.arange(0, BT // 16)[:, None], column + tl.arange(0, BK)[None, :]
             last = (o_n == BT // 16 - 1) & (o_k < K)
@@ -122,16 +124,18 @@ def wyfold_prepare_triton(
     if factors.norms is not None:
         tl.store(factors.norms + i_tile * (2 * BT) + o_r, b_rq)
         tl.store(factors.norms + i_tile * (2 * BT) + BT + o_r, b_rk)
-    b_divisor = nonzero_beta(b_beta)
-    b_weight = b_divisor * strength.erases
-    if WHOLE:
-        b_AT = inverse_transposed_whole(b_J * b_weight[:, None], b_JT * b_weight[None, :], BT, EXACT, WARPS)
-    else:
-        b_AT = inverse_transposed(b_J * b_weight[:, None], b_JT * b_weight[None, :], BT, EXACT, WARPS)
-    if with_w:
-        b_W = b_AT * b_divisor[:, None] * (1.0 / b_divisor)[None, :]
-        store_upper(factors.W, i_tile, b_W, BT)
-    b_FT = mm_exact(b_AT, b_PT, None, EXACT)
+    b_FT = b_PT
+    if ERASES:
+        b_divisor = nonzero_beta(b_beta)
+        b_weight = b_divisor * strength.erases
+        if WHOLE:
+            b_AT = inverse_transposed_whole(b_J * b_weight[:, None], b_JT * b_weight[None, :], BT, EXACT, WARPS)
+        else:
+            b_AT = inverse_transposed(b_J * b_weight[:, None], b_JT * b_weight[None, :], BT, EXACT, WARPS)
+        if with_w:
+            b_W = b_AT * b_divisor[:, None] * (1.0 / b_divisor)[None, :]
+            store_upper(factors.W, i_tile, b_W, BT)
+        b_FT = mm_exact(b_AT, b_PT, None, EXACT)
     if factors.F is not None:
         store_upper(factors.F, i_tile, b_FT, BT)
     if factors.FB is not None:
@@ -148,7 +152,9 @@ def wyfold_prepare_triton(
                 )
                 b_end = b_rest + sums_after(b_first + b_rest, BT // 16)
                 b_kt = (b_k * tl.exp2(b_end[:, None] - b_P)).reshape(BT, BE)
-                store_tile(factors.E, i_tile, 0, column, mm_exact(b_AT, b_kt, None, EXACT), BT, K, BT, BE)
+                if ERASES:
+                    b_kt = mm_exact(b_AT, b_kt, None, EXACT)
+                store_tile(factors.E, i_tile, 0, column, b_kt, BT, K, BT, BE)
         b_in, b_out = tl.full((BT,), 1.0, tl.float32), tl.full((BT,), 1.0, tl.float32)
         b_rk, b_rq = b_in, b_in
     else:

@@ -141,7 +141,7 @@ def _descriptors(given: tuple[Any, ...], C: int, BK: int, BV: int) -> Sequence[A
     channel = q.ndim == 3
     found = (
         tile_descriptor(q, C, BK) if channel else token_descriptor(q, C, BK),
-        tile_descriptor(k, C, BK) if channel else token_descriptor(k, C, BK),
+        None if k is None else tile_descriptor(k, C, BK) if channel else token_descriptor(k, C, BK),
         token_descriptor(v, C, BV),
         tile_descriptor(rows, 4, C),
         vector_descriptor(total, BK) if channel else total,

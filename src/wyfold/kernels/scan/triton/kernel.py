@@ -170,7 +170,8 @@ def _step(
     PRECISION: tl.constexpr = FLAGS.PRECISION
     if CHANNEL:
         total = load_vector(inputs.total, i_tile, K, BK, USE_TMA)[None, :]
-        b_k = load_tile_block(inputs.k, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
+        if inputs.k is not None:
+            b_k = load_tile_block(inputs.k, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
         b_q = load_tile_block(inputs.q, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
     else:
         b_k = load_token_block(inputs.k, tokens.s_k, at, i_h, 0, K, BT, BK, USE_TMA, FULL)
@@ -178,10 +179,14 @@ def _step(
     b_v = load_token_block(inputs.v, tokens.s_v, at, i_hv, column, V, BT, BV, USE_TMA, FULL)
     b_FT = load_upper(tokens.F, i_tile, BT)
 
-    b_Sk = mm(b_S, tl.trans(b_k), None, OP, PRECISION)
+    if inputs.k is not None:
+        b_Sk = mm(b_S, tl.trans(b_k), None, OP, PRECISION)
     # Loaded after the product with the most live registers, which these numbers would double.
     b_in_k, b_in_q, b_out, b_beta = load_row_factors(inputs.rows, i_tile, BT, USE_TMA)
-    b_R = residual(b_v, b_Sk, b_in_k)
+    if inputs.k is not None:
+        b_R = residual(b_v, b_Sk, b_in_k)
+    else:
+        b_R = tl.trans(b_v).to(tl.float32)
     if FOLDED:
         b_R = b_R * b_beta[None, :]
     b_y = b_R.to(OP)

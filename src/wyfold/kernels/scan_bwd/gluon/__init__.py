@@ -125,6 +125,7 @@ def scan_bwd(
             PACKED=grid.cu is not None,
             CHANNEL=prepared.q is not None,
             FOLDED=prepared.E is not None,
+            ERASES=options.erases,
         ),
         **config.options(),
     )

@@ -75,6 +75,7 @@ def _forward_step(S, total, gmem, smem, coords, part, stage, i, SIZES: gl.conste
     OUT: gl.constexpr = SIZES.OUT
     CHANNEL: gl.constexpr = SIZES.CHANNEL
     FOLDED: gl.constexpr = SIZES.FOLDED
+    READS: gl.constexpr = SIZES.ERASES or not CHANNEL  # without k there is no W: e is v
     BW: gl.constexpr = SIZES.BV // SIZES.PARTS
     L: gl.constexpr = layouts(SIZES.K, BT, gl.num_warps())
     LC: gl.constexpr = L.chunk
@@ -88,8 +89,9 @@ def _forward_step(S, total, gmem, smem, coords, part, stage, i, SIZES: gl.conste
         clear_rows(x, coords.tail_rows, BT, BW)
 
     rounded = S.to(OP)
-    left = gl.convert_layout(rounded, L.state_left, assert_trivial=True)
-    Sk = warpgroup_mma(left, key.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+    if READS:
+        left = gl.convert_layout(rounded, L.state_left, assert_trivial=True)
+        Sk = warpgroup_mma(left, key.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     tile = coords.tile + i * HV
     release(gmem.S, gmem.e, rounded, smem, part, tile, tile - HV, coords.column + part * BW, stage, i, SIZES)
     v = x.permute((1, 0)).load(LC)
@@ -97,23 +99,28 @@ def _forward_step(S, total, gmem, smem, coords, part, stage, i, SIZES: gl.conste
     if CHANNEL:
         total = smem.total.index(stage).load(gl.SliceLayout(0, L.state))[None, :]
     S = S * total
-    Sk = warpgroup_mma_wait(0, deps=[Sk])
-    R = v.to(gl.float32) - Sk * in_k[None, :]
-    if FOLDED:
-        y = gl.convert_layout((R * beta[None, :]).to(OP), L.chunk_left, assert_trivial=True)
-        r, r_wide = in_bfloat16(R)
-        less = R - r_wide
-        r = gl.convert_layout(r, L.chunk_left, assert_trivial=True)
-        e = warpgroup_mma(r, smem.square.index(stage), less, is_async=True)
-        S = warpgroup_mma(y, smem.write.index(stage), S, is_async=True)
-        e = warpgroup_mma_wait(1, deps=[e])
+    if READS:
+        Sk = warpgroup_mma_wait(0, deps=[Sk])
+        R = v.to(gl.float32) - Sk * in_k[None, :]
+        if FOLDED:
+            y = gl.convert_layout((R * beta[None, :]).to(OP), L.chunk_left, assert_trivial=True)
+            r, r_wide = in_bfloat16(R)
+            less = R - r_wide
+            r = gl.convert_layout(r, L.chunk_left, assert_trivial=True)
+            e = warpgroup_mma(r, smem.square.index(stage), less, is_async=True)
+            S = warpgroup_mma(y, smem.write.index(stage), S, is_async=True)
+            e = warpgroup_mma_wait(1, deps=[e])
+        else:
+            r = gl.convert_layout(R.to(OP), L.chunk_left, assert_trivial=True)
+            e = warpgroup_mma(r, smem.square.index(stage), zero_acc, use_acc=False, is_async=True)
+            beta_out = beta * factors.slice(2 * BT, BT).load(ROW)
+            e = warpgroup_mma_wait(0, deps=[e])
+            u = gl.convert_layout((e * beta_out[None, :]).to(OP), L.chunk_left, assert_trivial=True)
+            S = warpgroup_mma(u, key, S, is_async=True)
     else:
-        r = gl.convert_layout(R.to(OP), L.chunk_left, assert_trivial=True)
-        e = warpgroup_mma(r, smem.square.index(stage), zero_acc, use_acc=False, is_async=True)
-        beta_out = beta * factors.slice(2 * BT, BT).load(ROW)
-        e = warpgroup_mma_wait(0, deps=[e])
-        u = gl.convert_layout((e * beta_out[None, :]).to(OP), L.chunk_left, assert_trivial=True)
-        S = warpgroup_mma(u, key, S, is_async=True)
+        e = v.to(gl.float32)
+        y = gl.convert_layout((e * beta[None, :]).to(OP), L.chunk_left, assert_trivial=True)
+        S = warpgroup_mma(y, smem.write.index(stage), S, is_async=True)
     tma.store_wait(pendings=OUT - 1)
     smem.tokens.index(part).permute((1, 0)).store(e.to(OP))
     return warpgroup_mma_wait(0, deps=[S])

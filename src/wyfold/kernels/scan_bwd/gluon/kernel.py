@@ -79,7 +79,9 @@ def wyfold_scan_bwd_gluon(
     ahead = back * (count - 1)  # number of the first chunk
 
     q = gl.allocate_shared_memory(x_q.dtype, [STAGES, BT, K], x_q.layout)
-    k = gl.allocate_shared_memory(x_k.dtype, [STAGES, BT, K], x_k.layout)
+    k = q
+    if x_k is not None:
+        k = gl.allocate_shared_memory(x_k.dtype, [STAGES, BT, K], x_k.layout)
     x = gl.allocate_shared_memory(x_v.dtype, [STAGES * PARTS, BT, BW], x_v.layout)
     rows = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * BT], x_rows.layout)
     square = gl.allocate_shared_memory(x_F.dtype, [STAGES, BT, BT], x_F.layout)

@@ -22,12 +22,14 @@ def producer(inputs, smem, back, count, SIZES: gl.constexpr):
     FOLDED: gl.constexpr = SIZES.FOLDED
     BW: gl.constexpr = SIZES.BV // SIZES.PARTS
     BYTES: gl.constexpr = (
-        inputs.k.block_type.nbytes
+        (0 if inputs.k is None else inputs.k.block_type.nbytes)
         + inputs.rows.block_type.nbytes
         + (inputs.total.block_type.nbytes if CHANNEL else 0)
         + (inputs.E.block_type.nbytes if FOLDED else 0)
     )
-    FORWARD: gl.constexpr = BYTES + inputs.v.block_type.nbytes * PARTS + inputs.W.block_type.nbytes * 3
+    FORWARD: gl.constexpr = (
+        BYTES + inputs.v.block_type.nbytes * PARTS + (0 if inputs.W is None else inputs.W.block_type.nbytes * 3)
+    )
     REVERSE: gl.constexpr = (
         BYTES
         + inputs.q.block_type.nbytes
@@ -46,7 +48,8 @@ def producer(inputs, smem, back, count, SIZES: gl.constexpr):
         mbarrier.expect(full, FORWARD, pred=back == 0)
         mbarrier.expect(full, REVERSE, pred=back != 0)
         if CHANNEL:
-            tma_load(inputs.k, [tile * BT, 0], full, smem.k.index(stage))
+            if inputs.k is not None:
+                tma_load(inputs.k, [tile * BT, 0], full, smem.k.index(stage))
             tma_load(inputs.total, [tile * K], full, smem.total.index(stage))
         else:
             tma_load(inputs.k, [token, inputs.column_k], full, smem.k.index(stage))
@@ -66,7 +69,8 @@ def producer(inputs, smem, back, count, SIZES: gl.constexpr):
         else:
             for part in gl.static_range(PARTS):
                 tma_load(inputs.v, [token, inputs.column_v + part * BW], full, smem.x.index(stage * PARTS + part))
-            tma_load_upper(inputs.W, tile, full, squares, stage)
+            if inputs.W is not None:
+                tma_load_upper(inputs.W, tile, full, squares, stage)
         tile += ahead * HV
         token += ahead * BT
         stage, phase = next_stage(stage, phase, SIZES.STAGES)

@@ -137,8 +137,9 @@ def _reverse_step(dS, total, gmem, smem, coords, scale, part, stage, i, done, SI
         X += dY
     else:
         X += dY * one_over(nonzero_beta(beta))[None, :]
-    dR = gl.convert_layout((-(X * (beta * in_k)[None, :])).to(OP), L.chunk_left, assert_trivial=True)
-    dS = warpgroup_mma(dR, key, dS, is_async=True)
+    if SIZES.ERASES or not CHANNEL:
+        dR = gl.convert_layout((-(X * (beta * in_k)[None, :])).to(OP), L.chunk_left, assert_trivial=True)
+        dS = warpgroup_mma(dR, key, dS, is_async=True)
     tma.store_wait(pendings=SIZES.OUT - 1)
     smem.tokens.index(part).permute((1, 0)).store(X.to(OP))
     return warpgroup_mma_wait(0, deps=[dS])

@@ -69,8 +69,8 @@ def segment_summary(
     (HK, K), (HV, V), grid = k.shape[2:], v.shape[2:], segments.grid
     config = tuned("segment_summary.triton", key, k.device)
     C, BK, BV = grid.chunk_size, tile_width(K), min(config.blocks["BV"], tile_width(V))
-    channel, folded = prepared.k is not None, prepared.E is not None
-    inputs = prepared.k if channel else k, v, *prepared[:2], prepared.E, None if folded else prepared.W
+    channel, folded = prepared.q is not None, prepared.E is not None
+    inputs = prepared.erasing if channel else k, v, *prepared[:2], prepared.E, None if folded else prepared.W
     descriptors = _descriptors(inputs, C, BK, BV) if has_tma(k.device) else None
     x_k, x_v, x_rows, x_total, x_E, W = descriptors or inputs
     launch_kernel(
@@ -144,7 +144,7 @@ def segment_summary_bwd(
     C, BK, BV = grid.chunk_size, tile_width(K), min(config.blocks["BV"], tile_width(V))
     channel, folded = prepared.q is not None, prepared.E is not None
     inputs = (
-        *((prepared.q, prepared.k) if channel else (q, k)),
+        *((prepared.q, prepared.erasing) if channel else (q, k)),
         do,
         *prepared[:2],
         prepared.E,

@@ -79,7 +79,7 @@ class Bounds(NamedTuple):
     def of(cls, prepared: Prepared, *, horizon: bool) -> Bounds:
         if not horizon:
             return cls()
-        return cls(prepared.total, prepared.rows, prepared.k, None if prepared.k is None else prepared.E)
+        return cls(prepared.total, prepared.rows, prepared.erasing, None if prepared.q is None else prepared.E)
 
 
 class SegmentIndex(NamedTuple):

@@ -65,6 +65,7 @@ class Flags(NamedTuple):
         ACTIVATION: The gate's activation.
         NORM, LOGIT: Whether q and k are normalised, and whether beta is a logit.
         ROWS: Whether erasing rows are -(b k), as of the low-rank rule "keys", instead of k. strength.erases is then -1.
+        ERASES: Whether writes erase. Otherwise A is the identity: only decayed queries, E and F are computed.
     """
 
     PACKED: bool
@@ -74,3 +75,4 @@ class Flags(NamedTuple):
     NORM: bool
     LOGIT: bool
     ROWS: bool
+    ERASES: bool = True

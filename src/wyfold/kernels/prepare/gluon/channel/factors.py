@@ -45,6 +45,23 @@ def store_pairs(grams, smem, U, near, erases, BT: gl.constexpr):
 
 
 @gluon.jit
+def write_readings(grams, smem, BT: gl.constexpr):
+    """Write F to shared memory, where writes erase nothing: it is P. Waits until TMA has read the decayed rows."""
+    HALF: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
+    LB: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
+    kq = gl.convert_layout(grams.kq_own.reshape((BT, 16)), LB, assert_trivial=True)
+    kq_1 = gl.convert_layout(grams.gram_1, LB, assert_trivial=True)
+    kq_2 = gl.convert_layout(grams.gram_2, LB, assert_trivial=True)
+    kq_3 = gl.convert_layout(grams.gram_3, LB, assert_trivial=True)
+    p_0, p_1 = P_columns(kq, kq, grams.qk, 0, BT, LB), P_columns(kq, kq_1, grams.qk, 1, BT, LB)
+    p_2, p_3 = P_columns(kq, kq_2, grams.qk, 2, BT, LB), P_columns(kq, kq_3, grams.qk, 3, BT, LB)
+    F = join4_columns(p_0, p_1, p_2, p_3, BT, LC).to(gl.bfloat16)
+    reinterpret(smem.gates, gl.bfloat16, [4, BT, BT], HALF).index(2).store(F)
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit
 def write_factors(smem, U, PT, D, with_w, BT: gl.constexpr, K: gl.constexpr):
     """Write E, F and, if it is wanted, W to shared memory, by products with A^T."""
     HALF: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)

@@ -20,7 +20,8 @@ class Grams(NamedTuple):
 
     Attributes:
         kk_own, kq_own: [4, 16, 16] with the warp's own sub-chunk.
-        gram_1, gram_2, gram_3: [BT, 32] with the keys, then the queries, of a later sub-chunk.
+        gram_1, gram_2, gram_3: [BT, 32] with the keys, then the queries, of a later sub-chunk; [BT, 16], with the
+            queries alone, if writes erase nothing. kk_own is then zeros.
         qk: [BT] <q, k> of each row.
     """
 
@@ -35,12 +36,13 @@ class Grams(NamedTuple):
 @gluon.jit
 def decayed_grams(
     x_qd, x_kd, tokens, at, h, smem, tile, rows, anchors, erase,
-    FULL: gl.constexpr, NORM: gl.constexpr, ROWS: gl.constexpr, BT: gl.constexpr, K: gl.constexpr,
+    FULL: gl.constexpr, NORM: gl.constexpr, ROWS: gl.constexpr, ERASES: gl.constexpr,
+    BT: gl.constexpr, K: gl.constexpr,
 ):  # fmt: skip
     """Compute the grams, a slice of channels after the other, and replace keys and queries by decayed ones.
 
     The decayed rows are stored by TMA, and the norms to tokens.norms. The pairs of keys from which E is computed
-    overwrite the sums of gates.
+    overwrite the sums of gates. If writes erase nothing, keys are decayed to the chunk's end: they are E.
 
     Args:
         at, h: Tokens of the chunk, and the head of their erase gate.
@@ -49,7 +51,7 @@ def decayed_grams(
     HALF: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     LB: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     LN: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
-    LJ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 8])
+    LJ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32 if ERASES else 16, 8])
     ROW: gl.constexpr = gl.SliceLayout(1, LB)
     NB: gl.constexpr = K // BK
     k_slices = reinterpret(smem.keys, gl.bfloat16, [NB, BT, BK], HALF)
@@ -64,13 +66,13 @@ def decayed_grams(
     barrier()
 
     kk_own, kq_own = gl.zeros([4, 16, 16], gl.float32, LN), gl.zeros([4, 16, 16], gl.float32, LN)
-    gram_1, gram_2, gram_3 = zero_gram(LJ, BT), zero_gram(LJ, BT), zero_gram(LJ, BT)
+    gram_1, gram_2, gram_3 = zero_gram(LJ, BT, ERASES), zero_gram(LJ, BT, ERASES), zero_gram(LJ, BT, ERASES)
     qk = gl.zeros([BT], gl.float32, ROW)
     for c in range(NB):
         next_erase = load_erase_gate(tokens, at, h, c + 1, FULL, BT, K)
         kk_own, kq_own, gram_1, gram_2, gram_3, qk = _add_slice(
             kk_own, kq_own, gram_1, gram_2, gram_3, qk, c, k_slices, q_slices, r_k, r_q, smem, rows, anchors, tokens,
-            erase, FULL, NORM, ROWS, BT, NB,
+            erase, FULL, NORM, ROWS, ERASES, BT, NB,
         )  # fmt: skip
         erase = next_erase
         # The previous slice: the fence above covers its stores too.
@@ -87,7 +89,8 @@ def decayed_grams(
 @gluon.jit
 def _add_slice(
     kk_own, kq_own, gram_1, gram_2, gram_3, qk, c, k_slices, q_slices, r_k, r_q, smem, rows, anchors, tokens, erase,
-    FULL: gl.constexpr, NORM: gl.constexpr, ROWS: gl.constexpr, BT: gl.constexpr, NB: gl.constexpr,
+    FULL: gl.constexpr, NORM: gl.constexpr, ROWS: gl.constexpr, ERASES: gl.constexpr,
+    BT: gl.constexpr, NB: gl.constexpr,
 ):  # fmt: skip
     """Add slice c of the channels to the grams, and replace it by its decayed rows.
 
@@ -99,13 +102,14 @@ def _add_slice(
     # Layouts: rows of a warp's own sub-chunk (LB, LN), and accumulators of a later sub-chunk's rows (LJ).
     LB: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     LN: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
-    LJ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 8])
+    BLOCK: gl.constexpr = 32 if ERASES else 16
+    LJ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 8])
     ROW: gl.constexpr = gl.SliceLayout(1, LB)
     # Swizzled so that one access reads pairs of channels of eight rows without bank conflicts: groups of four rows
     # are 32 bytes apart.
     P = reinterpret(smem.gates, gl.float32, [NB, BT, BK], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
-    later = reinterpret(smem.gate_buffer, gl.float32, [NB // 2, 2 * BT, BK], FULL32).index(0)
-    blocks = reinterpret(smem.gate_buffer, gl.float32, [2 * NB, 32, BK], FULL32)
+    later = reinterpret(smem.gate_buffer, gl.float32, [NB * 16 // BLOCK, BT * BLOCK // 16, BK], FULL32).index(0)
+    blocks = reinterpret(smem.gate_buffer, gl.float32, [4 * NB * 16 // BLOCK, BLOCK, BK], FULL32)
     pairs = reinterpret(smem.gates, gl.bfloat16, [NB, 2 * BT, BK], HALF)
     sums = P.index(c).load(LB)
     b_k, b_q = load_slice(k_slices, c, rows, FULL, LB), load_slice(q_slices, c, rows, FULL, LB)
@@ -115,11 +119,14 @@ def _add_slice(
     decay = exp2(sums)
     b_a = erasing_rows(b_k, tokens, erase, ROWS)
     kf, qf = b_a * decay, b_q * decay
-    kk_own, kq_own = add_near_grams(kk_own, kq_own, b_k, b_a, b_q, kf, qf, sums, anchors, LN)
+    kk_own, kq_own = add_near_grams(kk_own, kq_own, b_k, b_a, b_q, kf, qf, sums, anchors, ERASES, LN)
     numbers = reinterpret(smem.border_decays, gl.float32, [NB, 16, BK], FLAT).index(c)
     rest = reinterpret(smem.rest_sums, gl.float32, [NB, 4, BK], FLAT).index(c)
     kt = b_k * exp2(broadcast_to_rows(rest, 0, 4, LB, LN) - sums)
-    later.store(stack_sub_chunks(tf32_channel_order(kf, BT), tf32_channel_order(qf, BT)))
+    if ERASES:
+        later.store(stack_sub_chunks(tf32_channel_order(kf, BT), tf32_channel_order(qf, BT)))
+    else:
+        later.store(tf32_channel_order(qf, BT))
     before = broadcast_to_rows(numbers, 8, 4, LB, LN)
     kd, qd = (kf * before).to(gl.bfloat16), (qf * before).to(gl.bfloat16)
     kt_1 = kt * broadcast_to_rows(numbers, 2, 1, LB, LN)
@@ -129,11 +136,15 @@ def _add_slice(
     gram_2 = add_far_grams(gram_2, kt * broadcast_to_rows(numbers, 0, 4, LB, LN), blocks.index(2), LJ, BT)
     gram_3 = add_far_grams(gram_3, kt * broadcast_to_rows(numbers, 4, 4, LB, LN), blocks.index(3), LJ, BT)
     qk += gl.convert_layout(gl.sum(lanes, axis=1), ROW, assert_trivial=True)
-    high, low = bf16_parts(kt * broadcast_to_rows(numbers, 12, 4, LB, LN))
+    out = kt * broadcast_to_rows(numbers, 12, 4, LB, LN)
+    high, low = bf16_parts(out)
     gram_1, gram_2, gram_3 = warpgroup_mma_wait(0, deps=[gram_1, gram_2, gram_3])
-    k_slices.index(c).store(kd)
+    if ERASES:
+        k_slices.index(c).store(kd)
+        pairs.index(c).store(stack_rows(high, low))
+    else:
+        k_slices.index(c).store(out.to(gl.bfloat16))
     q_slices.index(c).store(qd)
-    pairs.index(c).store(stack_rows(high, low))
     barrier()
     return kk_own, kq_own, gram_1, gram_2, gram_3, qk
 
@@ -182,10 +193,10 @@ def tf32_channel_order(x, BT: gl.constexpr):
 
 
 @gluon.jit
-def add_near_grams(kk, kq, b_k, b_a, b_q, kf, qf, sums, anchors, LN: gl.constexpr):
+def add_near_grams(kk, kq, b_k, b_a, b_q, kf, qf, sums, anchors, ERASES: gl.constexpr, LN: gl.constexpr):
     """Add some channels to the grams of every sub-chunk with itself, [sub-chunk, s, r]; valid where s <= r."""
     if anchors == 1:
-        kk, kq = _add_sub_chunk_grams(kk, kq, b_k * exp2(2.0 * NEAREST - sums), kf, qf, LN)
+        kk, kq = _add_sub_chunk_grams(kk, kq, b_k * exp2(2.0 * NEAREST - sums), kf, qf, ERASES, LN)
     else:
         for anchor in range(anchors):
             # Each anchor takes the keys in its reach. Other keys are zeros, so the products with them add nothing.
@@ -193,13 +204,13 @@ def add_near_grams(kk, kq, b_k, b_a, b_q, kf, qf, sums, anchors, LN: gl.constexp
             decay = exp2(gl.minimum(shifted, top + NEAREST))
             in_reach = (sums < top - anchor * REACH) & (sums >= top - (anchor + 1) * REACH)
             key_decay = exp2(gl.where(in_reach, 2.0 * NEAREST - shifted, -1024.0))
-            kk, kq = _add_sub_chunk_grams(kk, kq, b_k * key_decay, b_a * decay, b_q * decay, LN)
+            kk, kq = _add_sub_chunk_grams(kk, kq, b_k * key_decay, b_a * decay, b_q * decay, ERASES, LN)
     return kk, kq
 
 
 @gluon.jit
-def _add_sub_chunk_grams(kk, kq, ks, kf, qf, LN: gl.constexpr):
-    """kk + ks kf^T and kq + ks qf^T of every sub-chunk, in TF32."""
+def _add_sub_chunk_grams(kk, kq, ks, kf, qf, ERASES: gl.constexpr, LN: gl.constexpr):
+    """kk + ks kf^T, if writes erase, and kq + ks qf^T of every sub-chunk, in TF32."""
     A: gl.constexpr = gl.DotOperandLayout(0, LN, 1)
     B: gl.constexpr = gl.DotOperandLayout(1, LN, 1)
     a = gl.convert_layout(tf32_channel_order(ks, 64).reshape((4, 16, BK)), A, assert_trivial=True)
@@ -209,7 +220,9 @@ def _add_sub_chunk_grams(kk, kq, ks, kf, qf, LN: gl.constexpr):
     b_q = gl.convert_layout(
         gl.permute(tf32_channel_order(qf, 64).reshape((4, 16, BK)), (0, 2, 1)), B, assert_trivial=True
     )
-    return mma_v2(a, b_k, kk, input_precision="tf32"), mma_v2(a, b_q, kq, input_precision="tf32")
+    if ERASES:
+        kk = mma_v2(a, b_k, kk, input_precision="tf32")
+    return kk, mma_v2(a, b_q, kq, input_precision="tf32")
 
 
 @gluon.jit
@@ -220,15 +233,15 @@ def stack_sub_chunks(x, y):
 
 
 @gluon.jit
-def zero_gram(LJ: gl.constexpr, BT: gl.constexpr):
-    return gl.zeros([BT, 32], gl.float32, LJ)
+def zero_gram(LJ: gl.constexpr, BT: gl.constexpr, ERASES: gl.constexpr):
+    return gl.zeros([BT, 32 if ERASES else 16], gl.float32, LJ)
 
 
 @gluon.jit
 def add_far_grams(gram, ks, rows, LJ: gl.constexpr, BT: gl.constexpr):
     """Add some channels to the grams of all rows s with a later sub-chunk's rows r; the product is asynchronous.
 
-    Columns are the sub-chunk's 16 keys, then its 16 queries.
+    Columns are the sub-chunk's 16 keys, if writes erase, then its 16 queries.
     """
     a = gl.convert_layout(tf32_channel_order(ks, BT), gl.DotOperandLayout(0, LJ, 1), assert_trivial=True)
     return warpgroup_mma(a, rows.permute((1, 0)), gram, is_async=True)

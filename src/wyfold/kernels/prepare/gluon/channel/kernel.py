@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from wyfold.kernels.prepare.gluon.channel.erase_gate import load_erase_gate
-from wyfold.kernels.prepare.gluon.channel.factors import store_pairs, write_factors
+from wyfold.kernels.prepare.gluon.channel.factors import store_pairs, write_factors, write_readings
 from wyfold.kernels.prepare.gluon.channel.gates import sum_gates
 from wyfold.kernels.prepare.gluon.channel.grams import decayed_grams
 from wyfold.kernels.prepare.gluon.channel.rows import load_beta, store_row_numbers
@@ -66,6 +66,7 @@ def wyfold_prepare_channel_gluon(
     NORM: gl.constexpr = FLAGS.NORM
     LOGIT: gl.constexpr = FLAGS.LOGIT
     ROWS: gl.constexpr = FLAGS.ROWS
+    ERASES: gl.constexpr = FLAGS.ERASES
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     HALF: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     SLIM: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
@@ -123,24 +124,29 @@ def wyfold_prepare_channel_gluon(
         store_row_numbers(tokens.rows, smem, beta, strength.erases, i_tile, o)
         if USE_TMA:
             mbarrier.wait(tokens_ready, phase)
-        grams = decayed_grams(x_qd, x_kd, tokens, at, i_hb, smem, tile, rows, anchors, erase, FULL, NORM, ROWS, BT, K)
+        grams = decayed_grams(
+            x_qd, x_kd if ERASES else x_E, tokens, at, i_hb, smem, tile, rows, anchors, erase,
+            FULL, NORM, ROWS, ERASES, BT, K,
+        )  # fmt: skip
         after = tile + gl.num_programs(0)
         if TOKEN_FROM_PID:
             if after < tiles:
                 load_gates(x_g, gate.s_g, after // HV * BT, after % HV, gates_ready, G)
         # -U and P^T, as bfloat16 pairs, overwrite the stored rows; the diagonal blocks of -U overwrite the border
         # decays.
-        U = reinterpret(smem.keys, gl.bfloat16, [2 * BT, BT], WIDE)
-        PT = reinterpret(smem.queries, gl.bfloat16, [8, 16, BT], WIDE)
-        near = reinterpret(smem.border_decays, gl.float32, [2, 4, 16, 16], CUBE).index(0)
-        D = reinterpret(smem.border_decays, gl.bfloat16, [2, 2 * BT, 16], SLIM).index(1)
-        store_pairs(grams, smem, U, near, strength.erases, BT)
-        fence_async_shared()
-        barrier()
-        invert_diagonal_blocks(near, D, BT)
-        barrier()
-
-        write_factors(smem, U, PT, D, with_w, BT, K)
+        if ERASES:
+            U = reinterpret(smem.keys, gl.bfloat16, [2 * BT, BT], WIDE)
+            PT = reinterpret(smem.queries, gl.bfloat16, [8, 16, BT], WIDE)
+            near = reinterpret(smem.border_decays, gl.float32, [2, 4, 16, 16], CUBE).index(0)
+            D = reinterpret(smem.border_decays, gl.bfloat16, [2, 2 * BT, 16], SLIM).index(1)
+            store_pairs(grams, smem, U, near, strength.erases, BT)
+            fence_async_shared()
+            barrier()
+            invert_diagonal_blocks(near, D, BT)
+            barrier()
+            write_factors(smem, U, PT, D, with_w, BT, K)
+        else:
+            write_readings(grams, smem, BT)
         out_E = reinterpret(smem.gates, gl.bfloat16, [2, BT, K], HALF).index(0)
         out = quarters(smem.gates, x_F, 4)
         fence_async_shared()
@@ -152,9 +158,10 @@ def wyfold_prepare_channel_gluon(
                     x_k, tokens.s_k, x_q, tokens.s_q, after // HV * BT, i_h, tokens_ready, smem.keys, smem.queries
                 )
         tma_store_upper(x_F, tile, out, 2)
-        tma_store(x_E, [tile * BT, 0], out_E)
-        if with_w:
-            tma_store_upper(x_W, tile, out, 3)
+        if ERASES:
+            tma_store(x_E, [tile * BT, 0], out_E)
+            if with_w:
+                tma_store_upper(x_W, tile, out, 3)
         phase = phase ^ 1
     tma.store_wait(pendings=0)
     wait_for_launch_ahead()

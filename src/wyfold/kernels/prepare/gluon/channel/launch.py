@@ -52,7 +52,13 @@ def prepare(
     Channel gate, bfloat16, K = 128, chunks of 64.
     """
     (K, HV, V), C = (q.shape[3], *o.shape[2:]), grid.chunk_size
-    how = {"folded": folded, "norm": options.qk_l2norm, "backward": backward, "forward": forward}
+    how = {
+        "folded": folded,
+        "norm": options.qk_l2norm,
+        "erases": options.erases,
+        "backward": backward,
+        "forward": forward,
+    }
     found = empty(q, g, grid.chunks * HV, C, **how)
     gate = Gate(g, strides(g), A_log, dt_bias, options.lower_bound, options.clamp or FLOOR)
     strength = with_strides(Strength, beta=beta, most=options.beta_most, erases=float(options.erases))
@@ -134,14 +140,15 @@ def channel_launch(
             NORM=options.qk_l2norm,
             LOGIT=options.beta_logit,
             ROWS=rows,
+            ERASES=options.erases,
         ),
         **config.options(),
     )
 
 
 def _tile_descriptors(found: Prepared, C: int) -> list[TmaDescriptor | None]:
-    """TMA descriptors of decayed q and k, E, F and W."""
-    widths = (BK.value, BK.value, found.total.shape[1])
+    """TMA descriptors of decayed q and k, E, F and W. Without k, E is stored in slices of the channels."""
+    widths = (BK.value, BK.value, BK.value if found.k is None else found.total.shape[1])
     tiles = [None if x is None else tile_descriptor(x, C, width) for x, width in zip(found[2:5], widths, strict=True)]
     return [*tiles, *(None if x is None else upper_descriptor(x) for x in found[5:7])]
 

@@ -64,12 +64,30 @@ def consumer(gmem, ring, smem, coords, part, SIZES: gl.constexpr):
     for j in range(count):
         i = count - 1 - j
         mbarrier.wait(ring.full.index(stage), phase)
-        dS, later_total = _step(dS, total, gmem, ring, span, part, stage, i, j, opaque_zero, SIZES)
-        total = next_total
-        next_total = later_total
+        if SIZES.ERASES or not CHANNEL:
+            dS, later_total = _step(dS, total, gmem, ring, span, part, stage, i, j, opaque_zero, SIZES)
+            total = next_total
+            next_total = later_total
+        else:
+            dS = _step_without_keys(dS, gmem, ring, part, stage, j, SIZES)
         stage, phase = next_stage(stage, phase, SIZES.STAGES)
     if coords.needed != 0:
         store_state(gmem.gradients.c, gmem.gradients.s_c, coords.border, None, span.hv, row, dS * gmem.unit, SIZES)
+
+
+@gluon.jit
+def _step_without_keys(dS, gmem, ring, part, stage, done, SIZES: gl.constexpr):
+    """`_step` under a channel gate where writes erase nothing: no query reads what the chunk has written."""
+    BT: gl.constexpr = SIZES.BT
+    L: gl.constexpr = layouts(SIZES.K, BT, gl.num_warps())
+    release(ring, stage, done > 0, SIZES.STAGES)
+    in_q = ring.rows.index(stage).slice(BT, BT).load(L.row)
+    doT = ring.x.index(stage * SIZES.PARTS + part).permute((1, 0)).load(L.chunk).to(gl.float32)
+    doT = (doT * (in_q * gmem.scale)[None, :]).to(ring.q.dtype)
+    total = ring.total.index(stage).load(gl.SliceLayout(0, L.state))[None, :]
+    left = gl.convert_layout(doT, L.chunk_left, assert_trivial=True)
+    dS = warpgroup_mma(left, ring.q.index(stage), dS * total, is_async=True)
+    return warpgroup_mma_wait(0, deps=[dS])
 
 
 @gluon.jit

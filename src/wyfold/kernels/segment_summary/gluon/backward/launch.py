@@ -45,6 +45,8 @@ def segment_summary_bwd(
     x_q, x_k, x_do, x_rows, x_total, x_E, x_F, x_W = chunk_descriptors(
         "segment_summary", q, k, (do,), prepared, squares, grid.chunk_size, BV // parts
     )
+    if prepared.W is None:  # no query reads what its chunk has written
+        x_E = x_F = None
     launch_kernel(
         wyfold_segment_summary_bwd_gluon,
         segments.borders * HV * (V // BV),
@@ -74,7 +76,7 @@ def segment_summary_bwd(
             PARTS=parts,
             STAGES=config.stages,
             PACKED=True,
-            CHANNEL=prepared.k is not None,
+            CHANNEL=prepared.q is not None,
             FOLDED=folded,
             ERASES=options.erases,
         ),

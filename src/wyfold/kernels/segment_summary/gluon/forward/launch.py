@@ -37,7 +37,7 @@ def segment_summary(
     (HK, K), (HV, V), grid = k.shape[2:], v.shape[2:], segments.grid
     config = tuned("segment_summary.gluon", key._replace(launch="fwd"), k.device)
     BV, parts = config.blocks["BV"], config.blocks["PARTS"]
-    if prepared.k is None:
+    if prepared.q is None:
         k = tma_readable(k, grid.chunk_size, K)
     v = tma_readable(v, grid.chunk_size, BV // parts)
     folded = prepared.E is not None
@@ -69,7 +69,7 @@ def segment_summary(
             PARTS=parts,
             STAGES=config.stages,
             PACKED=True,
-            CHANNEL=prepared.k is not None,
+            CHANNEL=prepared.q is not None,
             FOLDED=folded,
             ERASES=options.erases,
         ),
