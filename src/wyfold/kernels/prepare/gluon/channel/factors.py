@@ -57,7 +57,7 @@ def write_readings(grams, smem, BT: gl.constexpr):
     p_0, p_1 = P_columns(kq, kq, grams.qk, 0, BT, LB), P_columns(kq, kq_1, grams.qk, 1, BT, LB)
     p_2, p_3 = P_columns(kq, kq_2, grams.qk, 2, BT, LB), P_columns(kq, kq_3, grams.qk, 3, BT, LB)
     F = join4_columns(p_0, p_1, p_2, p_3, BT, LC).to(gl.bfloat16)
-    reinterpret(smem.gates, gl.bfloat16, [4, BT, BT], HALF).index(2).store(F)
+    reinterpret(smem.border_decays, gl.bfloat16, [BT, BT], HALF).store(F)
     tma.store_wait(pendings=0)
 
 

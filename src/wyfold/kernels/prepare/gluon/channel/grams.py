@@ -108,7 +108,9 @@ def _add_slice(
     # Swizzled so that one access reads pairs of channels of eight rows without bank conflicts: groups of four rows
     # are 32 bytes apart.
     P = reinterpret(smem.gates, gl.float32, [NB, BT, BK], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
-    later = reinterpret(smem.gate_buffer, gl.float32, [NB * 16 // BLOCK, BT * BLOCK // 16, BK], FULL32).index(0)
+    # If writes erase nothing, decayed queries overwrite the sums of their own warp.
+    first = 0 if ERASES else c
+    later = reinterpret(smem.gate_buffer, gl.float32, [NB * 16 // BLOCK, BT * BLOCK // 16, BK], FULL32).index(first)
     blocks = reinterpret(smem.gate_buffer, gl.float32, [4 * NB * 16 // BLOCK, BLOCK, BK], FULL32)
     pairs = reinterpret(smem.gates, gl.bfloat16, [NB, 2 * BT, BK], HALF)
     sums = P.index(c).load(LB)
@@ -132,9 +134,9 @@ def _add_slice(
     kt_1 = kt * broadcast_to_rows(numbers, 2, 1, LB, LN)
     fence_async_shared()
     barrier()
-    gram_1 = add_far_grams(gram_1, kt_1, blocks.index(1), LJ, BT)
-    gram_2 = add_far_grams(gram_2, kt * broadcast_to_rows(numbers, 0, 4, LB, LN), blocks.index(2), LJ, BT)
-    gram_3 = add_far_grams(gram_3, kt * broadcast_to_rows(numbers, 4, 4, LB, LN), blocks.index(3), LJ, BT)
+    gram_1 = add_far_grams(gram_1, kt_1, blocks.index(4 * first + 1), LJ, BT)
+    gram_2 = add_far_grams(gram_2, kt * broadcast_to_rows(numbers, 0, 4, LB, LN), blocks.index(4 * first + 2), LJ, BT)
+    gram_3 = add_far_grams(gram_3, kt * broadcast_to_rows(numbers, 4, 4, LB, LN), blocks.index(4 * first + 3), LJ, BT)
     qk += gl.convert_layout(gl.sum(lanes, axis=1), ROW, assert_trivial=True)
     out = kt * broadcast_to_rows(numbers, 12, 4, LB, LN)
     high, low = bf16_parts(out)

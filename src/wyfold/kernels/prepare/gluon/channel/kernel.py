@@ -85,7 +85,7 @@ def wyfold_prepare_channel_gluon(
                     clear_tokens(tokens.o, tokens.s_o, TokenRows(b, t, rows), (pid % HV).to(gl.int64), V, BT, BV)
                 return
 
-    smem = allocate(K, BT)
+    smem = allocate(ERASES, K, BT)
     gates_ready, tokens_ready = smem.gates_ready, smem.tokens_ready
     G = smem.gate_buffer
     if USE_TMA:
@@ -147,8 +147,6 @@ def wyfold_prepare_channel_gluon(
             write_factors(smem, U, PT, D, with_w, BT, K)
         else:
             write_readings(grams, smem, BT)
-        out_E = reinterpret(smem.gates, gl.bfloat16, [2, BT, K], HALF).index(0)
-        out = quarters(smem.gates, x_F, 4)
         fence_async_shared()
         barrier()
         if TOKEN_FROM_PID:
@@ -157,11 +155,14 @@ def wyfold_prepare_channel_gluon(
                 load_tokens(
                     x_k, tokens.s_k, x_q, tokens.s_q, after // HV * BT, i_h, tokens_ready, smem.keys, smem.queries
                 )
-        tma_store_upper(x_F, tile, out, 2)
         if ERASES:
-            tma_store(x_E, [tile * BT, 0], out_E)
+            out = quarters(smem.gates, x_F, 4)
+            tma_store_upper(x_F, tile, out, 2)
+            tma_store(x_E, [tile * BT, 0], reinterpret(smem.gates, gl.bfloat16, [2, BT, K], HALF).index(0))
             if with_w:
                 tma_store_upper(x_W, tile, out, 3)
+        else:
+            tma_store_upper(x_F, tile, quarters(smem.border_decays, x_F, 1), 0)
         phase = phase ^ 1
     tma.store_wait(pendings=0)
     wait_for_launch_ahead()

@@ -27,8 +27,8 @@ from wyfold.tile.index.triton.descriptors import (
 )
 from wyfold.tile.index.triton.strength import Strength
 
-RESIDENT = 2
-"""Programs resident on a multiprocessor."""
+RESIDENT = {True: 2, False: 3}
+"""Programs resident on a multiprocessor, by whether writes erase."""
 
 
 def prepare(
@@ -109,7 +109,7 @@ def channel_launch(
     tokens = gluon_descriptors(read[:2], 2 * BK.value) + gluon_descriptors(read[2:]) if read else (q, k, g)
     x_q, x_k, x_g = tokens
     x_qd, x_kd, x_E, x_F, x_W = gluon_descriptors(factors, 2 * BK.value)
-    programs = min(tiles, RESIDENT * processors(q.device)) if full and read is not None else tiles
+    programs = min(tiles, RESIDENT[options.erases] * processors(q.device)) if full and read is not None else tiles
     return programs, dict(
         x_q=x_q,
         x_k=x_k,

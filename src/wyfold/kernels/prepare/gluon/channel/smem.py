@@ -38,15 +38,17 @@ class Smem(NamedTuple):
 
 
 @gluon.jit
-def allocate(K: gl.constexpr, BT: gl.constexpr):
-    """Allocate the shared memory of a program."""
+def allocate(ERASES: gl.constexpr, K: gl.constexpr, BT: gl.constexpr):
+    """Allocate the shared memory of a program. If writes erase nothing, one buffer has both tiles of gates."""
     HALF: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     FULL32: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     NB: gl.constexpr = K // BK
     gate_buffer = gl.allocate_shared_memory(gl.float32, [BT, K], FULL32)
-    gates = gl.allocate_shared_memory(gl.float32, [BT, K], FULL32)
+    gates = gate_buffer
+    if ERASES:
+        gates = gl.allocate_shared_memory(gl.float32, [BT, K], FULL32)
     keys = gl.allocate_shared_memory(gl.bfloat16, [BT, K], HALF)
     queries = gl.allocate_shared_memory(gl.bfloat16, [BT, K], HALF)
     border_decays = gl.allocate_shared_memory(gl.float32, [NB, 16, BK], CUBE)
