@@ -36,7 +36,11 @@ class Sizes(NamedTuple):
 
 
 class Flags(NamedTuple):
-    """Constexprs: variant of the kernel; see the kernel for scalar gates."""
+    """Constexprs: variant of the kernel; see the kernel for scalar gates.
+
+    Attributes:
+        ERASES: Whether writes erase. Otherwise the gram J does not exist: no keys are rows of pairs.
+    """
 
     PACKED: bool
     WHOLE: bool
@@ -44,6 +48,7 @@ class Flags(NamedTuple):
     CLAMPED: bool
     NORM: bool
     LOGIT: bool
+    ERASES: bool = True
 
 
 class GateActivation(NamedTuple):

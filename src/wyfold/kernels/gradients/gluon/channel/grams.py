@@ -29,10 +29,13 @@ def gram_gradients(
         read, written, erased: [BT] scales of dq, dw and dk.
         near_P, near_J: [BT, 8] gradients of the pairs of a sub-chunk.
         far_P, far_J: Four tiles [BT, 16] with those of the other pairs.
+
+    If writes erase nothing, what belongs to J is what belongs to P, and dk is dq.
     """
     V: gl.constexpr = SIZES.V
     BT: gl.constexpr = SIZES.BT
     WHOLE: gl.constexpr = FLAGS.WHOLE
+    ERASES: gl.constexpr = FLAGS.ERASES
     NORM: gl.constexpr = FLAGS.NORM
     rows = coords.rows
     LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BT, 16])
@@ -43,38 +46,53 @@ def gram_gradients(
     if not WHOLE:
         if rows < BT:
             clear_rows(head.do, rows, BT, V)
-    dJ = warpgroup_mma(head.X, head.e.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+    if ERASES:
+        dJ = warpgroup_mma(head.X, head.e.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     dP = warpgroup_mma(head.do, head.e.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     mbarrier.wait(bars.index(1), 0)
     # Only the diagonal is used: <S, dS> of every channel. A product reads both states from shared memory;
     # elementwise, both would be loaded into registers.
     trace = warpgroup_mma(head.S.permute((1, 0)), head.dS, zero_acc, use_acc=False, is_async=True)
-    dJ, dP, trace = warpgroup_mma_wait(0, deps=[dJ, dP, trace])
+    if ERASES:
+        dJ, dP, trace = warpgroup_mma_wait(0, deps=[dJ, dP, trace])
+    else:
+        dP, trace = warpgroup_mma_wait(0, deps=[dP, trace])
     dq = warpgroup_mma(head.S.permute((1, 0)), head.do.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
-    dk = warpgroup_mma(head.S.permute((1, 0)), head.X.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+    dk = dq
+    if ERASES:
+        dk = warpgroup_mma(head.S.permute((1, 0)), head.X.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     dw = warpgroup_mma(head.dS.permute((1, 0)), head.e.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     o_r, o_c = (gl.arange(0, BT, layout=gl.SliceLayout(1, LC)), gl.arange(0, BT, layout=gl.SliceLayout(0, LC)))
     carried = gl.sum(gl.where(o_r[:, None] == o_c[None, :], trace, 0.0), axis=1) * factors.unit
     carried = gl.convert_layout(carried, CH, assert_trivial=True)
     beta_r, beta_c = (betas.load(gl.SliceLayout(1, LC)), betas.load(gl.SliceLayout(0, LC)))
-    store_dbeta(strength, outputs, coords, dJ, o_r, o_c, half, factors.unit, FLAGS.LOGIT)
+    if ERASES:
+        store_dbeta(strength, outputs, coords, dJ, o_r, o_c, half, factors.unit, FLAGS.LOGIT)
     read, written = (gl.full([BT], factors.scale, gl.float32, gl.SliceLayout(0, LC)), beta_c * factors.unit)
     erased = beta_c * factors.erased_unit
-    dP, dJ = (dP * (factors.scale * beta_c)[None, :], dJ * (beta_c[None, :] * (-beta_r * factors.erased_unit)[:, None]))
+    dP = dP * (factors.scale * beta_c)[None, :]
+    if ERASES:
+        dJ = dJ * (beta_c[None, :] * (-beta_r * factors.erased_unit)[:, None])
     if NORM:
         r_c = norms_k.load(gl.SliceLayout(0, LC))
         read, written, erased = (read * norms_q.load(gl.SliceLayout(0, LC)), written * r_c, erased * r_c)
         dP = dP * r_c[None, :] * norms_q.load(gl.SliceLayout(1, LC))[:, None]
-        dJ = dJ * r_c[None, :] * norms_k.load(gl.SliceLayout(1, LC))[:, None]
-    near_P, near_J = own_sub_chunk_columns(dP, o_r), own_sub_chunk_columns(dJ, o_r)
+        if ERASES:
+            dJ = dJ * r_c[None, :] * norms_k.load(gl.SliceLayout(1, LC))[:, None]
+    near_P = own_sub_chunk_columns(dP, o_r)
+    near_J = near_P
+    if ERASES:
+        near_J = own_sub_chunk_columns(dJ, o_r)
     is_far = o_r[:, None] // 8 > o_c[None, :] // 8
     far_P = split4_columns(gl.where(is_far, dP, 0.0).to(head.X.dtype), L)
-    far_J = split4_columns(gl.where(is_far, dJ, 0.0).to(head.X.dtype), L)
+    far_J = far_P
+    if ERASES:
+        far_J = split4_columns(gl.where(is_far, dJ, 0.0).to(head.X.dtype), L)
     return dq, dk, dw, carried, read, written, erased, near_P, near_J, far_P, far_J
 
 
 @gluon.jit
-def store_pair_gradients(near_P, near_J, far_P, far_J):
+def store_pair_gradients(near_P, near_J, far_P, far_J, ERASES: gl.constexpr):
     """Store the gradients of the pairs to shared memory.
 
     Returns:
@@ -85,10 +103,14 @@ def store_pair_gradients(near_P, near_J, far_P, far_J):
     near = gl.allocate_shared_memory(gl.float32, [8 * BT, 2], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     near.store(gl.join(near_P, near_J).permute((1, 0, 2)).reshape([8 * BT, 2]))
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
-    P, J = allocate4(far_P[0].dtype, BT, PAIRS), allocate4(far_P[0].dtype, BT, PAIRS)
+    P = allocate4(far_P[0].dtype, BT, PAIRS)
+    J = P
+    if ERASES:
+        J = allocate4(far_P[0].dtype, BT, PAIRS)
     for n in gl.static_range(4):
         P[n].store(far_P[n])
-        J[n].store(far_J[n])
+        if ERASES:
+            J[n].store(far_J[n])
     fence_async_shared()
     barrier()
     return near, P, J

@@ -55,6 +55,7 @@ def wyfold_gradients_channel_gluon(
     ACTIVATION: gl.constexpr = FLAGS.ACTIVATION
     NORM: gl.constexpr = FLAGS.NORM
     LOGIT: gl.constexpr = FLAGS.LOGIT
+    ERASES: gl.constexpr = FLAGS.ERASES
     GR: gl.constexpr = HV // SIZES.H
     BK: gl.constexpr = K // 2
     # An activation unrolled for all tokens exceeds the instruction cache and is fetched again for every chunk.
@@ -83,9 +84,10 @@ def wyfold_gradients_channel_gluon(
         mbarrier.init(bars.index(i), count=1)
     fence_async_shared()
     barrier()
-    head = allocate_head(x_do, x_e, x_X, x_S, x_dS, SIZES)
+    head = allocate_head(x_do, x_e, x_X, x_S, x_dS, ERASES, SIZES)
     load_head(
-        x_q, x_k, x_do, x_g, x_S, x_dS, x_e, x_X, tokens, head, t_q, t_k, t_g, bars, coords, i_tile, column, SIZES,
+        x_q, x_k, x_do, x_g, x_S, x_dS, x_e, x_X, tokens, head, t_q, t_k, t_g, bars, coords, i_tile, column,
+        ERASES, SIZES,
     )  # fmt: skip
 
     beta = load_beta(strength, coords, o_1, LOGIT)
@@ -106,7 +108,10 @@ def wyfold_gradients_channel_gluon(
     dq, dk, dw, carried, read, written, erased, near_P, near_J, far_P, far_J = gram_gradients(
         head, betas, norms_q, norms_k, bars, strength, outputs, factors, coords, half, SIZES, FLAGS
     )
-    dq, dk, dw = warpgroup_mma_wait(0, deps=[dq, dk, dw])
+    if ERASES:
+        dq, dk, dw = warpgroup_mma_wait(0, deps=[dq, dk, dw])
+    else:
+        dq, dw = warpgroup_mma_wait(0, deps=[dq, dw])
     # Only from here on may the allocator reuse these tiles. It tracks a tile's last textual use, but an
     # asynchronous product reads its operands longer; `_keep_alive` is that last use.
     barrier()
@@ -115,10 +120,12 @@ def wyfold_gradients_channel_gluon(
     head.e._keep_alive()
     head.X._keep_alive()
     head.do._keep_alive()
-    near, P, J = store_pair_gradients(near_P, near_J, far_P, far_J)
+    near, P, J = store_pair_gradients(near_P, near_J, far_P, far_J, ERASES)
     # Accumulators of the quarters, [BK, 16] each; so far they hold the gradients through the states.
     dq4 = split4_columns(dq * read[None, :], L)
-    dk4 = split4_columns(dk * -erased[None, :], L)
+    dk4 = dq4
+    if ERASES:
+        dk4 = split4_columns(dk * -erased[None, :], L)
     dw4 = split4_columns(dw * written[None, :], L)
 
     # Decays, in the shared memory of the states.
@@ -129,17 +136,17 @@ def wyfold_gradients_channel_gluon(
             clear_rows(t_k, rows, BT, BK)
             clear_rows(t_g, rows, BT, BK)
     I, Q, E, logs = store_decays(t_g, gate.dt_bias, i_h * K + column, activation, rows, ROLLED, ACTIVATION, SIZES)
-    dq4, dk4, dw4, over_quarter = exchange_quarters(P, J, t_q, t_k, I, Q, E, dq4, dk4, dw4, carried, L)
+    dq4, dk4, dw4, over_quarter = exchange_quarters(P, J, t_q, t_k, I, Q, E, dq4, dk4, dw4, carried, ERASES, L)
     halves = empty_tuple()
     for h in gl.static_range(2):
-        half_tiles = exchange_sub_chunks(P, J, t_q, t_k, h, I, Q, E, dq4, dk4, dw4, over_quarter, L)
+        half_tiles = exchange_sub_chunks(P, J, t_q, t_k, h, I, Q, E, dq4, dk4, dw4, over_quarter, ERASES, L)
         halves = concat_tuples(halves, (half_tiles,))
     # Both halves move to the shared memory of the decays and pairs: the near pairs need the registers.
     barrier()
     for n in gl.static_range(4):
         P[n]._keep_alive()
         J[n]._keep_alive()
-    tiles = store_halves(near, halves, t_q, t_k, t_g, logs)
+    tiles = store_halves(near, halves, t_q, t_k, t_g, logs, ERASES)
     sum_A, sum_x = near_pairs_sums(tiles, tokens, gate, activation, coords, column, pid, ROLLED, SIZES, FLAGS)
     if dgate.dt_bias is not None:
         o_b = gl.arange(0, BK, layout=gl.SliceLayout(0, sum_x.type.layout))

@@ -101,6 +101,7 @@ def gradients(
             CLAMPED=options.clamp != 0,
             NORM=options.qk_l2norm,
             LOGIT=options.beta_logit,
+            ERASES=options.erases or out.beta is not None,
         ),
         **config.options(),
     )

@@ -15,7 +15,7 @@ class HeadTiles(NamedTuple):
     """Tiles of a value head.
 
     Attributes:
-        do, e, X: [BT, V].
+        do, e, X: [BT, V]. X is e where it is not read: only dv needs it if writes erase nothing.
         S, dS: [V, BK].
     """
 
@@ -27,14 +27,16 @@ class HeadTiles(NamedTuple):
 
 
 @gluon.jit
-def allocate_head(x_do, x_e, x_X, x_S, x_dS, SIZES: gl.constexpr):
+def allocate_head(x_do, x_e, x_X, x_S, x_dS, ERASES: gl.constexpr, SIZES: gl.constexpr):
     """Allocate the tiles of a value head."""
     V: gl.constexpr = SIZES.V
     BT: gl.constexpr = SIZES.BT
     BK: gl.constexpr = SIZES.K // 2
     t_do = gl.allocate_shared_memory(x_do.dtype, [BT, V], x_do.layout)
     t_e = gl.allocate_shared_memory(x_e.dtype, [BT, V], x_e.layout)
-    t_X = gl.allocate_shared_memory(x_X.dtype, [BT, V], x_X.layout)
+    t_X = t_e
+    if ERASES:
+        t_X = gl.allocate_shared_memory(x_X.dtype, [BT, V], x_X.layout)
     t_S = gl.allocate_shared_memory(x_S.dtype, [V, BK], x_S.layout)
     t_dS = gl.allocate_shared_memory(x_dS.dtype, [V, BK], x_dS.layout)
     return HeadTiles(t_do, t_e, t_X, t_S, t_dS)
@@ -43,7 +45,7 @@ def allocate_head(x_do, x_e, x_X, x_S, x_dS, SIZES: gl.constexpr):
 @gluon.jit
 def load_head(
     x_q, x_k, x_do, x_g, x_S, x_dS, x_e, x_X, tokens, head, t_q, t_k, t_g, bars, coords, i_tile, column,
-    SIZES: gl.constexpr,
+    ERASES: gl.constexpr, SIZES: gl.constexpr,
 ):  # fmt: skip
     """Issue all loads of a value head."""
     V: gl.constexpr = SIZES.V
@@ -53,8 +55,11 @@ def load_head(
     tile, values_ready, states_ready, tokens_ready = (i_tile.to(gl.int32), bars.index(0), bars.index(1), bars.index(2))
     column_q, column_k = ((i_h * tokens.h_q).to(gl.int32) + column, (i_h * tokens.h_k).to(gl.int32) + column)
     column_g, column_do = ((coords.h * tokens.h_g).to(gl.int32) + column, (coords.h * tokens.h_do).to(gl.int32))
-    mbarrier.expect(values_ready, x_X.block_type.nbytes + x_e.block_type.nbytes + x_do.block_type.nbytes)
-    tma_load(x_X, [tile * BT, 0], values_ready, head.X)
+    if ERASES:
+        mbarrier.expect(values_ready, x_X.block_type.nbytes + x_e.block_type.nbytes + x_do.block_type.nbytes)
+        tma_load(x_X, [tile * BT, 0], values_ready, head.X)
+    else:
+        mbarrier.expect(values_ready, x_e.block_type.nbytes + x_do.block_type.nbytes)
     tma_load(x_e, [tile * BT, 0], values_ready, head.e)
     tma_load(x_do, [coords.token, column_do], values_ready, head.do)
     mbarrier.expect(states_ready, x_S.block_type.nbytes + x_dS.block_type.nbytes)

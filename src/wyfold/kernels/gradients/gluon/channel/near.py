@@ -44,7 +44,7 @@ class NearTiles(NamedTuple):
 
 
 @gluon.jit
-def store_halves(near, halves, t_q, t_k, t_g, logs):
+def store_halves(near, halves, t_q, t_k, t_g, logs, ERASES: gl.constexpr):
     """Move the gradients of both halves of the tokens to shared memory."""
     # Rows of 32 numbers, swizzled in groups of four: free of bank conflicts both for the stores, of four rows at
     # once, and for the loads, of every second one of 16 rows.
@@ -53,12 +53,15 @@ def store_halves(near, halves, t_q, t_k, t_g, logs):
     )
     BK: gl.constexpr = t_q.shape[1]
     t_dq = gl.allocate_shared_memory(gl.float32, [2, BK, 32], TRANSPOSED)
-    t_dk = gl.allocate_shared_memory(gl.float32, [2, BK, 32], TRANSPOSED)
+    t_dk = t_dq
+    if ERASES:
+        t_dk = gl.allocate_shared_memory(gl.float32, [2, BK, 32], TRANSPOSED)
     t_dw = gl.allocate_shared_memory(gl.float32, [2, BK, 32], TRANSPOSED)
     t_over = gl.allocate_shared_memory(gl.float32, [2, BK, 4], gl.SwizzledSharedLayout(1, 1, 1, [0, 1]))
     for h in gl.static_range(2):
         t_dq.index(h).store(halves[h][0])
-        t_dk.index(h).store(halves[h][1])
+        if ERASES:
+            t_dk.index(h).store(halves[h][1])
         t_dw.index(h).store(halves[h][2])
         t_over.index(h).store(halves[h][3])
     return NearTiles(near, t_dq, t_dk, t_dw, t_over, t_q, t_k, t_g, logs)
@@ -75,6 +78,7 @@ def near_pairs_sums(
     BK: gl.constexpr = SIZES.K // 2
     ACTIVATION: gl.constexpr = FLAGS.ACTIVATION
     CLAMPED: gl.constexpr = FLAGS.CLAMPED
+    ERASES: gl.constexpr = FLAGS.ERASES
     DOTS: gl.constexpr = FLAGS.NORM and SIZES.HV == SIZES.H
     NEAR: gl.constexpr = gl.BlockedLayout([8, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     rows = value.rows
@@ -91,14 +95,14 @@ def near_pairs_sums(
         for h in range(2):
             dA, dx = _near_pairs_half(
                 tiles, h, p_dots, near_bias, activation, rows,
-                ROLLED, ACTIVATION, CLAMPED, DOTS, NEAR,
+                ROLLED, ACTIVATION, CLAMPED, DOTS, ERASES, NEAR,
             )  # fmt: skip
             sum_A, sum_x = sum_A + dA, sum_x + dx
     else:
         for h in gl.static_range(2):
             dA, dx = _near_pairs_half(
                 tiles, h, p_dots, near_bias, activation, rows,
-                ROLLED, ACTIVATION, CLAMPED, DOTS, NEAR,
+                ROLLED, ACTIVATION, CLAMPED, DOTS, ERASES, NEAR,
             )  # fmt: skip
             sum_A, sum_x = sum_A + dA, sum_x + dx
     return sum_A, sum_x
@@ -116,6 +120,7 @@ def _near_pairs_half(
     ACTIVATION: gl.constexpr,
     CLAMPED: gl.constexpr,
     DOTS: gl.constexpr,
+    ERASES: gl.constexpr,
     NEAR: gl.constexpr,
 ):
     """Finish 32 tokens of a value head: add the near pairs, and overwrite the tokens with their gradients.
@@ -141,7 +146,7 @@ def _near_pairs_half(
     dq, dk = (tiles.dq.index(h).permute((1, 0)).load(NEAR), tiles.dk.index(h).permute((1, 0)).load(NEAR))
     dw, over = (tiles.dw.index(h).permute((1, 0)).load(NEAR), tiles.over.index(h).permute((1, 0)).load(ROW))
     q, k = t_q.load(NEAR).to(gl.float32), t_k.load(NEAR).to(gl.float32)
-    dq, dk, dg = _near_pairs(tiles.near, h, q, k, a, dq, dk, dw, over, NEAR)
+    dq, dk, dg = _near_pairs(tiles.near, h, q, k, a, dq, dk, dw, over, ERASES, NEAR)
     if DOTS:
         # p_dots is [tile, half of the channels, q or k, token].
         gl.store(p_dots + o_t, gl.sum(gl.fma(q, dq, 0.0), axis=1))
@@ -162,7 +167,7 @@ def _near_pairs_half(
 
 
 @gluon.jit
-def _near_pairs(near, h, q, k, a, dq, dk, dw, over, NEAR: gl.constexpr):
+def _near_pairs(near, h, q, k, a, dq, dk, dw, over, ERASES: gl.constexpr, NEAR: gl.constexpr):
     """Add the pairs inside each sub-chunk to the gradients of 32 tokens, and compute the gate's gradient.
 
     z and b are those of `add_near_pairs` in `tile.decay.channel.triton`; z is not that of the norm.
@@ -183,11 +188,16 @@ def _near_pairs(near, h, q, k, a, dq, dk, dw, over, NEAR: gl.constexpr):
     dq, dk, dw = split8_rows(dq), split8_rows(dk), split8_rows(dw)
     dg, suffix_sum = (), over
     for i in gl.static_range(8):
-        suffix_sum = gl.fma(q[7 - i], dq[7 - i], gl.fma(k[7 - i], dk[7 - i], suffix_sum))
+        if ERASES:
+            suffix_sum = gl.fma(k[7 - i], dk[7 - i], suffix_sum)
+        suffix_sum = gl.fma(q[7 - i], dq[7 - i], suffix_sum)
         dg = concat_tuples((suffix_sum,), dg)
     prefix_sum = over * 0.0
+    if not ERASES:
+        dk = dw
     for s in gl.static_range(8):
-        dk = _add_to_row(dk, s, dw[s])
+        if ERASES:
+            dk = _add_to_row(dk, s, dw[s])
         dg = _add_to_row(dg, s, prefix_sum)
         prefix_sum = gl.fma(k[s], dw[s], prefix_sum)
     for s in gl.static_range(8):
@@ -197,11 +207,15 @@ def _near_pairs(near, h, q, k, a, dq, dk, dw, over, NEAR: gl.constexpr):
         z, z_rows = k[s], ()
         for r in gl.static_range(s + 1, 8):
             z = z * a[r]
-            dq, dk = _add_to_row(dq, r, P[r] * z), _add_to_row(dk, r, J[r] * z)
+            dq = _add_to_row(dq, r, P[r] * z)
+            if ERASES:
+                dk = _add_to_row(dk, r, J[r] * z)
             z_rows = concat_tuples(z_rows, (z,))
         b = over * 0.0
         for i in gl.static_range(7 - s):
-            b = gl.fma(P[7 - i], q[7 - i], gl.fma(J[7 - i], k[7 - i], b))
+            if ERASES:
+                b = gl.fma(J[7 - i], k[7 - i], b)
+            b = gl.fma(P[7 - i], q[7 - i], b)
             dg = _add_to_row(dg, 7 - i, z_rows[6 - s - i] * b)
             b = b * a[7 - i]
         dk = _add_to_row(dk, s, b)
