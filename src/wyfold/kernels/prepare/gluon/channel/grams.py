@@ -141,12 +141,10 @@ def _add_slice(
     out = kt * broadcast_to_rows(numbers, 12, 4, LB, LN)
     high, low = bf16_parts(out)
     gram_1, gram_2, gram_3 = warpgroup_mma_wait(0, deps=[gram_1, gram_2, gram_3])
-    if ERASES:
-        k_slices.index(c).store(kd)
-        pairs.index(c).store(stack_rows(high, low))
-    else:
-        k_slices.index(c).store(out.to(gl.bfloat16))
+    k_slices.index(c).store(kd if ERASES else out.to(gl.bfloat16))
     q_slices.index(c).store(qd)
+    if ERASES:
+        pairs.index(c).store(stack_rows(high, low))
     barrier()
     return kk_own, kq_own, gram_1, gram_2, gram_3, qk
 

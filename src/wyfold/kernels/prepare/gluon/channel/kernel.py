@@ -147,6 +147,8 @@ def wyfold_prepare_channel_gluon(
             write_factors(smem, U, PT, D, with_w, BT, K)
         else:
             write_readings(grams, smem, BT)
+        out_E = reinterpret(smem.gates, gl.bfloat16, [2, BT, K], HALF).index(0)
+        out = quarters(smem.gates if ERASES else smem.border_decays, x_F, 4 if ERASES else 1)
         fence_async_shared()
         barrier()
         if TOKEN_FROM_PID:
@@ -155,14 +157,11 @@ def wyfold_prepare_channel_gluon(
                 load_tokens(
                     x_k, tokens.s_k, x_q, tokens.s_q, after // HV * BT, i_h, tokens_ready, smem.keys, smem.queries
                 )
+        tma_store_upper(x_F, tile, out, 2 if ERASES else 0)
         if ERASES:
-            out = quarters(smem.gates, x_F, 4)
-            tma_store_upper(x_F, tile, out, 2)
-            tma_store(x_E, [tile * BT, 0], reinterpret(smem.gates, gl.bfloat16, [2, BT, K], HALF).index(0))
+            tma_store(x_E, [tile * BT, 0], out_E)
             if with_w:
                 tma_store_upper(x_W, tile, out, 3)
-        else:
-            tma_store_upper(x_F, tile, quarters(smem.border_decays, x_F, 1), 0)
         phase = phase ^ 1
     tma.store_wait(pendings=0)
     wait_for_launch_ahead()
