@@ -49,6 +49,12 @@ class Call:
     erases: bool
 
     @property
+    def launched(self) -> Prepared:
+        """What the scans get of `prepared`: a channel gate's keys and W exist only if writes erase."""
+        inverts = self.erases or self.prepared.q is None
+        return self.prepared if inverts else self.prepared._replace(k=None, W=None)
+
+    @property
     def spans(self) -> list[tuple[int, int, int]]:
         """Batch row, first token and end of every sequence."""
         if self.cu is None:
@@ -155,8 +161,8 @@ def draw(
         rows[:, :3] = 1.0
     rows[:, 0] *= erases
 
-    def square() -> Tensor:
-        return to_quarters((torch.eye(C) + 0.1 * r(n, C, C).tril(-1).mT).bfloat16())
+    def square(size: float = 0.1) -> Tensor:
+        return to_quarters((torch.eye(C) + size * r(n, C, C).tril(-1).mT).bfloat16())
 
     def tile() -> Tensor:
         return normalize(r(n, C, K), dim=-1).bfloat16()
@@ -168,7 +174,7 @@ def draw(
         k=tile() if channel else None,
         E=tile() if folded else None,
         F=square(),
-        W=square(),
+        W=square(0.1 if erases or not channel else 0.0),
         FB=None if folded else square(),
     )
     S0, dST = (0.1 * r(sequences, HV, K, V) if given else None for _ in range(2))

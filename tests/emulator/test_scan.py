@@ -79,7 +79,7 @@ def judge(machine: Machine, config: tuple[dict[str, int], int], call: Call) -> N
             call.q,
             call.k,
             call.v,
-            call.prepared,
+            call.launched,
             call.S0,
             call.grid,
             options(scale=SCALE, erases=call.erases),

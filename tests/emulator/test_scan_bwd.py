@@ -91,7 +91,7 @@ def judge(machine: Machine, config: tuple[dict[str, int], int], call: Call) -> N
     found = token_borders(call.q, call.v, call.grid)
     with machine.installed(gluon, Config(blocks["BV"] // 16 // blocks["PARTS"], stages, blocks)):
         gluon.scan_bwd(
-            call.q, call.k, call.v, call.prepared, call.S0, call.do, call.dST, call.grid,
+            call.q, call.k, call.v, call.launched, call.S0, call.do, call.dST, call.grid,
             options(scale=SCALE, erases=call.erases), LaunchKey(), dS0, found,
         )  # fmt: skip
     results = {name: x for name, x in found._asdict().items() if name != "norms"}  # from `prepare`

@@ -208,7 +208,7 @@ def summary(
     call.spoil()
     with machine.installed(forward.launch, Config(4, config[1], config[0])):
         how = options(erases=call.erases)
-        given = call.k, call.v, call.prepared, call.S0, segments, how, LaunchKey()
+        given = call.k, call.v, call.launched, call.S0, segments, how, LaunchKey()
         forward.segment_summary(*given, H, M, horizon=horizon)
     return H, M
 
@@ -221,6 +221,6 @@ def summary_bwd(
     call.spoil()
     with machine.installed(backward.launch, Config(4, config[1], config[0])):
         how = options(scale=SCALE, erases=call.erases)
-        given = call.q, call.k, call.prepared, call.do, call.dST, segments, how, LaunchKey()
+        given = call.q, call.k, call.launched, call.do, call.dST, segments, how, LaunchKey()
         backward.segment_summary_bwd(*given, c, horizon=horizon)
     return c
