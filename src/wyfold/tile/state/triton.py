@@ -166,8 +166,11 @@ def token_step_bwd(b_S, b_dS, b_q, b_k, b_v, b_do, beta, erases):
 
 @triton.jit
 def residual(b_v, b_Sk, b_in):
-    """Residual R^T = v^T - (S^T k^T) in, given S^T k^T; not rounded.   [BV, BT] float32"""
-    return tl.trans(b_v).to(tl.float32) - b_Sk * b_in[None, :]
+    """Residual R^T = v^T - (S^T k^T) in, given S^T k^T, or None for 0; not rounded.   [BV, BT] float32"""
+    if b_Sk is None:
+        return tl.trans(b_v).to(tl.float32)
+    else:
+        return tl.trans(b_v).to(tl.float32) - b_Sk * b_in[None, :]
 
 
 @triton.jit
@@ -195,6 +198,10 @@ def retreat(b_dS, total, b_doT, b_q, b_dRT, b_k, OP: tl.constexpr, PRECISION: tl
     Args:
         total: As in `advance`.
         b_doT, b_dRT: [BV, BT], times the decay from the chunk's start; a channel gate's is in q and k.
+        b_k: None if writes erase nothing.
     """
     b_dS = mm(b_doT, b_q, b_dS * total, OP, PRECISION)
-    return mm(-b_dRT, b_k, b_dS, OP, PRECISION)
+    if b_k is None:
+        return b_dS
+    else:
+        return mm(-b_dRT, b_k, b_dS, OP, PRECISION)

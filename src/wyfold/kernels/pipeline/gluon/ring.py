@@ -47,10 +47,11 @@ def ring_of(inputs, SIZES: gl.constexpr):
     VALUES: gl.constexpr = SIZES.STAGES * SIZES.PARTS
     BW: gl.constexpr = SIZES.BV // SIZES.PARTS
     WRITE: gl.constexpr = SIZES.K if SIZES.FOLDED else SIZES.BT
+    k = None
     if inputs.k is not None:
         k = gl.allocate_shared_memory(inputs.k.dtype, [STAGES, BT, K], inputs.k.layout)
     values = gl.allocate_shared_memory(inputs.x.dtype, [VALUES, BT, BW], inputs.x.layout)
-    if inputs.k is None:
+    if k is None:
         k = values
     q, rows, total, write, square = k, k, k, k, k
     if inputs.q is not None:

@@ -54,14 +54,8 @@ def prepare(
     (H, K), (HV, V), C = q.shape[2:], o.shape[2:], grid.chunk_size
     gate, channel = gate_kind(g), gate_flags(g)["CHANNEL"]
     tiles, whole = grid.chunks * HV, tile_width(K)
-    how = {
-        "folded": folded,
-        "norm": options.qk_l2norm,
-        "erases": options.erases,
-        "backward": backward,
-        "forward": forward,
-    }
-    found = empty(q, g, tiles, C, **how)
+    how = {"folded": folded, "norm": options.qk_l2norm, "erases": options.erases}
+    found = empty(q, g, tiles, C, **how, backward=backward, forward=forward)
     if clear and backward and grid.cu is not None:
         # The forward saves these tensors, and a registered operator must not return uninitialised memory. Not every
         # tile of a packed batch is written.

@@ -42,7 +42,8 @@ def wyfold_prepare_triton(
 ):
     """One program computes the factors of a chunk of one value head.
 
-    With strength.erases 0 the keys read no state, and A is the identity.
+    With strength.erases 0 the keys read no state, and A is the identity. Under a channel gate, W and decayed keys are
+    then not computed.
     """
     H: tl.constexpr = SIZES.H
     HV: tl.constexpr = SIZES.HV
@@ -124,17 +125,12 @@ def wyfold_prepare_triton(
     if factors.norms is not None:
         tl.store(factors.norms + i_tile * (2 * BT) + o_r, b_rq)
         tl.store(factors.norms + i_tile * (2 * BT) + BT + o_r, b_rk)
-    b_FT = b_PT
+    b_AT, b_FT = None, b_PT
     if ERASES:
         b_divisor = nonzero_beta(b_beta)
-        b_weight = b_divisor * strength.erases
-        if WHOLE:
-            b_AT = inverse_transposed_whole(b_J * b_weight[:, None], b_JT * b_weight[None, :], BT, EXACT, WARPS)
-        else:
-            b_AT = inverse_transposed(b_J * b_weight[:, None], b_JT * b_weight[None, :], BT, EXACT, WARPS)
+        b_AT = _inverse(b_J, b_JT, b_divisor * strength.erases, BT, EXACT, WARPS, WHOLE)
         if with_w:
-            b_W = b_AT * b_divisor[:, None] * (1.0 / b_divisor)[None, :]
-            store_upper(factors.W, i_tile, b_W, BT)
+            store_upper(factors.W, i_tile, b_AT * b_divisor[:, None] * (1.0 / b_divisor)[None, :], BT)
         b_FT = mm_exact(b_AT, b_PT, None, EXACT)
     if factors.F is not None:
         store_upper(factors.F, i_tile, b_FT, BT)
@@ -169,6 +165,16 @@ def wyfold_prepare_triton(
     if factors.FB is not None:
         b_out = b_beta * b_out
     _store_rows(factors.rows, i_tile, b_in_k, b_in_q, b_out, b_beta, BT)
+
+
+@triton.jit
+def _inverse(b_J, b_JT, b_weight, BT: tl.constexpr, EXACT: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr):
+    """(I + diag(weight) J)^-1, transposed."""
+    b_U, b_UT = b_J * b_weight[:, None], b_JT * b_weight[None, :]
+    if WHOLE:
+        return inverse_transposed_whole(b_U, b_UT, BT, EXACT, WARPS)
+    else:
+        return inverse_transposed(b_U, b_UT, BT, EXACT, WARPS)
 
 
 @triton.jit

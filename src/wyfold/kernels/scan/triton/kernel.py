@@ -168,6 +168,7 @@ def _step(
     USE_TMA: tl.constexpr = FLAGS.USE_TMA
     OP: tl.constexpr = FLAGS.OP
     PRECISION: tl.constexpr = FLAGS.PRECISION
+    b_k, b_Sk = None, None
     if CHANNEL:
         total = load_vector(inputs.total, i_tile, K, BK, USE_TMA)[None, :]
         if inputs.k is not None:
@@ -179,14 +180,11 @@ def _step(
     b_v = load_token_block(inputs.v, tokens.s_v, at, i_hv, column, V, BT, BV, USE_TMA, FULL)
     b_FT = load_upper(tokens.F, i_tile, BT)
 
-    if inputs.k is not None:
+    if b_k is not None:
         b_Sk = mm(b_S, tl.trans(b_k), None, OP, PRECISION)
     # Loaded after the product with the most live registers, which these numbers would double.
     b_in_k, b_in_q, b_out, b_beta = load_row_factors(inputs.rows, i_tile, BT, USE_TMA)
-    if inputs.k is not None:
-        b_R = residual(b_v, b_Sk, b_in_k)
-    else:
-        b_R = tl.trans(b_v).to(tl.float32)
+    b_R = residual(b_v, b_Sk, b_in_k)
     if FOLDED:
         b_R = b_R * b_beta[None, :]
     b_y = b_R.to(OP)

@@ -10,6 +10,12 @@ from wyfold.kernels.pipeline.gluon import next_stage
 from wyfold.tile.index.gluon import quarters, tma_load, tma_load_upper
 
 
+@gluon.constexpr_function
+def block_bytes(descriptor):
+    """Bytes of a descriptor's block; 0 for None."""
+    return 0 if descriptor is None else descriptor.block_type.nbytes
+
+
 @gluon.jit
 def producer(inputs, smem, back, count, SIZES: gl.constexpr):
     """Producer: load the tiles of every chunk, including a partial one, as soon as a stage is free."""
@@ -22,14 +28,12 @@ def producer(inputs, smem, back, count, SIZES: gl.constexpr):
     FOLDED: gl.constexpr = SIZES.FOLDED
     BW: gl.constexpr = SIZES.BV // SIZES.PARTS
     BYTES: gl.constexpr = (
-        (0 if inputs.k is None else inputs.k.block_type.nbytes)
+        block_bytes(inputs.k)
         + inputs.rows.block_type.nbytes
         + (inputs.total.block_type.nbytes if CHANNEL else 0)
         + (inputs.E.block_type.nbytes if FOLDED else 0)
     )
-    FORWARD: gl.constexpr = (
-        BYTES + inputs.v.block_type.nbytes * PARTS + (0 if inputs.W is None else inputs.W.block_type.nbytes * 3)
-    )
+    FORWARD: gl.constexpr = BYTES + inputs.v.block_type.nbytes * PARTS + block_bytes(inputs.W) * 3
     REVERSE: gl.constexpr = (
         BYTES
         + inputs.q.block_type.nbytes

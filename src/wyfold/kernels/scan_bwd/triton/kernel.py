@@ -177,6 +177,7 @@ def _reverse_step(
     USE_TMA: tl.constexpr = FLAGS.USE_TMA
     OP: tl.constexpr = FLAGS.OP
     PRECISION: tl.constexpr = FLAGS.PRECISION
+    b_k = None
     if CHANNEL:
         if inputs.k is not None:
             b_k = load_tile_block(inputs.k, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
@@ -208,10 +209,7 @@ def _reverse_step(
     b_doT = b_doT.to(tl.float32) * (b_in_q * scale)[None, :]
     if CHANNEL:
         total = load_vector(inputs.total, i_tile, K, BK, USE_TMA)[None, :]
-    if inputs.k is not None:
-        return retreat(b_dS, total, b_doT, b_q, b_X * (b_beta * b_in_k)[None, :], b_k, OP, PRECISION)
-    else:
-        return advance(b_dS, total, b_doT, b_q, OP, PRECISION)
+    return retreat(b_dS, total, b_doT, b_q, b_X * (b_beta * b_in_k)[None, :], b_k, OP, PRECISION)
 
 
 @triton.jit
@@ -241,6 +239,7 @@ def _forward_step(
     USE_TMA: tl.constexpr = FLAGS.USE_TMA
     OP: tl.constexpr = FLAGS.OP
     PRECISION: tl.constexpr = FLAGS.PRECISION
+    b_k, b_WT, b_Sk = None, None, None
     if CHANNEL:
         if inputs.k is not None:
             b_k = load_tile_block(inputs.k, i_tile, 0, 0, BT, K, BT, BK, USE_TMA)
@@ -248,18 +247,15 @@ def _forward_step(
     else:
         b_k = load_token_block(inputs.k, tokens.s_k, at, i_h, 0, K, BT, BK, USE_TMA, FULL)
     b_v = load_token_block(inputs.v, tokens.s_v, at, i_hv, column, V, BT, BV, USE_TMA, FULL)
-    if inputs.k is not None:
+    if tokens.W is not None:
         b_WT = load_upper(tokens.W, i_tile, BT)
 
     store_tile_block(results.S, i_tile, column, 0, b_S, V, K, BV, BK, USE_TMA)
-    if inputs.k is not None:
+    if b_k is not None:
         b_Sk = mm(b_S, tl.trans(b_k), None, OP, PRECISION)
     b_in_k, _, b_out, b_beta = load_row_factors(inputs.rows, i_tile, BT, USE_TMA)
-    if inputs.k is not None:
-        b_R = residual(b_v, b_Sk, b_in_k)
-    else:
-        b_R = tl.trans(b_v).to(tl.float32)
-    if inputs.k is None:
+    b_R = residual(b_v, b_Sk, b_in_k)
+    if b_WT is None:
         b_e = b_R
     elif FOLDED:
         b_e = mm_unit_diagonal(b_R, None, b_WT, OP, PRECISION)

@@ -42,9 +42,7 @@ class Earlier(NamedTuple):
 
 
 @gluon.jit
-def later_quarter(
-    t_q, t_k, I, i: gl.constexpr, dq, dk, before, since0, since1, ERASES: gl.constexpr, L: gl.constexpr
-):
+def later_quarter(t_q, t_k, I, i: gl.constexpr, dq, dk, before, since0, since1, ERASES: gl.constexpr, L: gl.constexpr):
     """Quarter i as the later half of a block, or a part of it.
 
     Args:

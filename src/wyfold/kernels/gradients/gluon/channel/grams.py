@@ -46,6 +46,7 @@ def gram_gradients(
     if not WHOLE:
         if rows < BT:
             clear_rows(head.do, rows, BT, V)
+    dJ = zero_acc
     if ERASES:
         dJ = warpgroup_mma(head.X, head.e.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
     dP = warpgroup_mma(head.do, head.e.permute((1, 0)), zero_acc, use_acc=False, is_async=True)

@@ -94,15 +94,7 @@ def gradients(
         T=grid.tokens,
         per_sequence=grid.per_sequence,
         SIZES=Sizes(H=H, HV=HV, K=K, V=V, BT=C),
-        FLAGS=Flags(
-            PACKED=grid.cu is not None,
-            WHOLE=grid.cu is None and grid.tokens % C == 0,
-            ACTIVATION=options.activation,
-            CLAMPED=options.clamp != 0,
-            NORM=options.qk_l2norm,
-            LOGIT=options.beta_logit,
-            ERASES=options.erases or out.beta is not None,
-        ),
+        FLAGS=_flags(grid, options, out),
         **config.options(),
     )
     if HV > H:
@@ -114,6 +106,19 @@ def gradients(
     copy_wanted(*(((out_g,), (out.g,)) if HV > H else ((out_q, out_k, out_g), (out.q, out.k, out.g))))
     sum_over_chunks(work.A_log, out.A_log)
     sum_over_chunks(work.dt_bias, out.dt_bias)
+
+
+def _flags(grid: ChunkGrid, options: DeltaOptions, out: GradientOutputs) -> Flags:
+    """Variant of the kernel. The gradient of beta is the diagonal of J's."""
+    return Flags(
+        PACKED=grid.cu is not None,
+        WHOLE=grid.cu is None and grid.tokens % grid.chunk_size == 0,
+        ACTIVATION=options.activation,
+        CLAMPED=options.clamp != 0,
+        NORM=options.qk_l2norm,
+        LOGIT=options.beta_logit,
+        ERASES=options.erases or out.beta is not None,
+    )
 
 
 class Workspace(NamedTuple):

@@ -108,7 +108,7 @@ def _add_slice(
     # Swizzled so that one access reads pairs of channels of eight rows without bank conflicts: groups of four rows
     # are 32 bytes apart.
     P = reinterpret(smem.gates, gl.float32, [NB, BT, BK], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
-    # If writes erase nothing, decayed queries overwrite the sums of their own warp.
+    # If writes erase nothing, each warp's decayed queries overwrite the sums from which it computed them.
     first = 0 if ERASES else c
     later = reinterpret(smem.gate_buffer, gl.float32, [NB * 16 // BLOCK, BT * BLOCK // 16, BK], FULL32).index(first)
     blocks = reinterpret(smem.gate_buffer, gl.float32, [4 * NB * 16 // BLOCK, BLOCK, BK], FULL32)

@@ -52,14 +52,8 @@ def prepare(
     Channel gate, bfloat16, K = 128, chunks of 64.
     """
     (K, HV, V), C = (q.shape[3], *o.shape[2:]), grid.chunk_size
-    how = {
-        "folded": folded,
-        "norm": options.qk_l2norm,
-        "erases": options.erases,
-        "backward": backward,
-        "forward": forward,
-    }
-    found = empty(q, g, grid.chunks * HV, C, **how)
+    how = {"folded": folded, "norm": options.qk_l2norm, "erases": options.erases}
+    found = empty(q, g, grid.chunks * HV, C, **how, backward=backward, forward=forward)
     gate = Gate(g, strides(g), A_log, dt_bias, options.lower_bound, options.clamp or FLOOR)
     strength = with_strides(Strength, beta=beta, most=options.beta_most, erases=float(options.erases))
     config = tuned("prepare.gluon", launch_key(q.dtype, K, V, C, gate_kind(g), folded), q.device)
