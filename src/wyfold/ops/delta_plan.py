@@ -154,10 +154,8 @@ def _keys(
     state, sizes = t.initial_state, checked.sizes
     stored = options.state_dtype if state is None else state.dtype
     if options.rule != "delta":
-        shorter = (
-            not options.recurrent
-            and backward_options(t, options._replace(backend="triton")).chunk_size != options.chunk_size
-        )
+        backward = backward_options(t, options._replace(backend="triton"))
+        shorter = not options.recurrent and backward.chunk_size != options.chunk_size
         in_parts = options.checkpoint_every > 0 or most_borders(t, options) > 0
         how: Any = {"w": t.w, "in_parts": in_parts, "shorter": shorter}
         return low_rank_keys(options, stages, t.q, t.v, t.g, stored, **how)
