@@ -109,6 +109,8 @@ BESIDE = (
     Call("chunk_delta_rule", K=256, V=256, options=(*GLUON, NORM), packed=True, heads=3),
     Call("chunk_gdn2", options=(*GLUON, NORM), packed=True),
     Call("chunk_gdn2", options=GLUON, segments=5),
+    Call("chunk_gla", options=GLUON, packed=True, heads=3),
+    Call("chunk_gla", options=GLUON, segments=5),
     *(Call("chunk_rwkv7", K=K, V=K, options=(("chunk_size", 32),), packed=True, heads=4) for K in (64, 128)),
     Call("chunk_dplr_delta_rule", options=(("chunk_size", 32),), segments=5),
     Call("chunk_gated_delta_rule, gate inside", V=256, options=(*GLUON, NORM), packed=True, heads=4),
