@@ -411,8 +411,8 @@ GLUON_KERNELS = (
         "the bytes of the values are not waited for",
         "kernels/pipeline/gluon/producer.py",
         "tile_bytes",
-        " + [x.x] * SIZES.PARTS",
-        "",
+        "[x.x, x.w] * SIZES.PARTS",
+        "[x.w] * SIZES.PARTS",
         "emulator/test_pipeline.py::test_every_consumer_sees_every_tile",
     ),
     Mutant(
