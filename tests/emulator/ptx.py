@@ -15,13 +15,20 @@ from torch import Tensor
 INSTRUCTION = re.compile(r"(?:@(!?)(\w+)\s+)?([a-z][\w.]*)\s+(.*)", re.DOTALL)
 
 
-def run(asm: str, constraints: str, x: Tensor, layout: Any, dtypes: tuple[torch.dtype, ...], pack: int) -> list[Tensor]:
-    """Results of `gl.inline_asm_elementwise` with one operand.
+def run(
+    asm: str,
+    constraints: str,
+    operands: list[Tensor],
+    layout: Any,
+    dtypes: tuple[torch.dtype, ...],
+    pack: int,
+) -> list[Tensor]:
+    """Results of `gl.inline_asm_elementwise`.
 
     Args:
-        asm: The PTX. `$0`, `$1`, ... are the registers of the results, then those of the operand.
+        asm: The PTX. `$0`, `$1`, ... are the registers of the results, then those of the operands.
         constraints: One per register; "=" marks results.
-        x: The operand, float32.
+        operands: One in float32, or two of one shape in bfloat16.
         layout: Gluon layout of x; only shuffles need it.
         dtypes: Of the results. A register holds one float32 or two bfloat16.
         pack: Elements per execution of the block.
@@ -29,9 +36,10 @@ def run(asm: str, constraints: str, x: Tensor, layout: Any, dtypes: tuple[torch.
     Raises:
         ValueError: an instruction is not implemented, or a shuffle does not fit the layout.
     """
-    flat, columns = _packed(x, layout, pack, "shfl" in asm)
-    results = sum(part.startswith("=") for part in constraints.split(","))
-    registers = {f"${results + i}": columns[i] for i in range(pack)}
+    results, registers = sum(part.startswith("=") for part in constraints.split(",")), {}
+    for x in operands:
+        flat, columns = _packed(x, layout, pack, "shfl" in asm)
+        registers |= {f"${results + len(registers) + i}": y for i, y in enumerate(columns)}
     for statement in re.sub(r"\.reg[^;]*;|[{}]", "", asm).split(";"):
         if statement.strip():
             _step(registers, statement.strip())
@@ -47,7 +55,10 @@ def run(asm: str, constraints: str, x: Tensor, layout: Any, dtypes: tuple[torch.
 
 
 def _packed(x: Tensor, layout: Any, pack: int, shuffled: bool) -> tuple[Any, list[Tensor]]:
-    """A function that turns registers into a tensor of x's shape, and the registers that hold x."""
+    """A function that turns elements into a tensor of x's shape, and the registers that hold x.
+
+    Two bfloat16 numbers share a register, the first below.
+    """
     if shuffled:
         own, lanes = _row(layout)
         shape = *x.shape[:-1], x.shape[-1] // (pack * lanes), pack // own, lanes, own
@@ -56,7 +67,10 @@ def _packed(x: Tensor, layout: Any, pack: int, shuffled: bool) -> tuple[Any, lis
     else:
         columns = list(x.reshape(-1, pack).unbind(-1))
         join = lambda y: torch.stack(y, -1).reshape(x.shape)
-    return join, [y.contiguous().view(torch.int32) for y in columns]
+    bits = [y.float().contiguous().view(torch.int32) for y in columns]
+    if x.dtype == torch.bfloat16:
+        bits = [high | (low >> 16 & 0xFFFF) for low, high in zip(bits[::2], bits[1::2], strict=True)]
+    return join, bits
 
 
 def _row(layout: Any) -> tuple[int, int]:
@@ -106,6 +120,11 @@ def _computed(name: str, x: list[Tensor]) -> Tensor:
             return x[0] & x[1]
         case "shl.b32":
             return x[0] << x[1]
+        case "mul.rn.bf16x2":
+            upper = [(y & -0x10000).view(torch.float32).bfloat16() for y in x]
+            lower = [(y << 16).view(torch.float32).bfloat16() for y in x]
+            high, low = ((y[0] * y[1]).float().view(torch.int32) for y in (upper, lower))
+            return high | (low >> 16 & 0xFFFF)
         case "cvt.rn.bf16x2.f32":  # the first operand is the upper half
             high, low = (y.bfloat16().float().view(torch.int32) for y in f)
             return high | (low >> 16 & 0xFFFF)

@@ -496,6 +496,14 @@ GLUON_KERNELS = (
         "emulator/test_prepare_channel.py::test_prepare",
     ),
     Mutant(
+        "rows out of reach of their half's start are kept",
+        "kernels/prepare/gluon/channel/halves.py",
+        "replace_columns",
+        "o_r < n",
+        "o_r < BT",
+        "emulator/test_prepare_channel.py::test_prepare",
+    ),
+    Mutant(
         "gradients of outputs are read before they have arrived",
         "kernels/gradients/gluon/scalar/grams.py",
         "",
