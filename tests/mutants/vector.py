@@ -498,9 +498,9 @@ GLUON_KERNELS = (
     Mutant(
         "rows out of reach of their half's start are kept",
         "kernels/prepare/gluon/channel/halves.py",
-        "replace_columns",
-        "o_r < n",
-        "o_r < BT",
+        "erasing_grams",
+        "if n != BT:",
+        "if n < 0:",
         "emulator/test_prepare_channel.py::test_prepare",
     ),
     Mutant(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 
 from wyfold.kernels.prepare.gluon.channel.gates import end_decays
 from wyfold.tile.dot.gluon import bf16_pair, bf16_parts, mm_pairs_async
@@ -12,10 +12,33 @@ from wyfold.tile.index.gluon import barrier, reinterpret
 from wyfold.tile.inverse.gluon import (
     add_diagonal_product,
     add_product,
+    invert_diagonal_blocks,
     join4_columns,
     load_diagonal_inverses,
     split4_columns,
 )
+
+
+@gluon.jit
+def write_factors(kk, kq, qk, smem, erases, whole, with_w, BT: gl.constexpr, K: gl.constexpr):
+    """Write E, F and, if it is wanted, W to shared memory, from the grams.
+
+    -U and P^T, as bfloat16 pairs, overwrite the stored rows; the diagonal blocks of -U overwrite the border decays.
+    """
+    WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    SLIM: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
+    CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    U = reinterpret(smem.keys, gl.bfloat16, [2 * BT, BT], WIDE)
+    PT = reinterpret(smem.queries, gl.bfloat16, [8, 16, BT], WIDE)
+    near = reinterpret(smem.border_decays, gl.float32, [2, 4, 16, 16], CUBE).index(0)
+    D = reinterpret(smem.border_decays, gl.bfloat16, [2, 2 * BT, 16], SLIM).index(1)
+    store_U(kk, smem, U, near, erases, BT)
+    # The inversion is a chain of dependent steps, so P^T is computed beside it.
+    invert_diagonal_blocks(near, D, BT)
+    store_P(kq, qk, smem, BT)
+    fence_async_shared()
+    barrier()
+    _multiply(smem, U, PT, D, whole, with_w, BT, K)
 
 
 @gluon.jit
@@ -72,8 +95,8 @@ def transposed_P(kq, qk, BT: gl.constexpr):
 
 
 @gluon.jit
-def write_factors(smem, U, PT, D, whole, with_w, BT: gl.constexpr, K: gl.constexpr):
-    """Write E, F and, if it is wanted, W to shared memory, by products with A^T."""
+def _multiply(smem, U, PT, D, whole, with_w, BT: gl.constexpr, K: gl.constexpr):
+    """Write E, F and, if it is wanted, W to shared memory, by products with A^T, the inverse of I + U."""
     HALF: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     LE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     LB: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])

@@ -17,7 +17,7 @@ from wyfold.tile.inverse.gluon import join4_columns
 
 @gluon.jit
 def decayed_grams(
-    x_qd, x_E, tokens, at, h, smem, tile, rows, anchors, erase, r_k, r_q,
+    x_qd, x_E, tokens, at, h, smem, tile, rows, anchors, r_k, r_q,
     FULL: gl.constexpr, NORM: gl.constexpr, ROWS: gl.constexpr, ERASES: gl.constexpr,
     BT: gl.constexpr, K: gl.constexpr,
 ):  # fmt: skip
@@ -28,7 +28,6 @@ def decayed_grams(
 
     Args:
         at, h: Tokens of the chunk, and the head of their erase gate.
-        erase: First slice of its channels.
         r_k, r_q: Reciprocal norms, with NORM.
 
     Returns:
@@ -46,6 +45,7 @@ def decayed_grams(
     kk_own, kq_own = gl.zeros([4, 16, 16], gl.float32, LN), gl.zeros([4, 16, 16], gl.float32, LN)
     gram_1, gram_2, gram_3 = zero_gram(LJ, BT, ERASES), zero_gram(LJ, BT, ERASES), zero_gram(LJ, BT, ERASES)
     qk = gl.zeros([BT], gl.float32, ROW)
+    erase = load_erase_gate(tokens, at, h, 0, FULL, BT, K)
     for c in range(NB):
         next_erase = load_erase_gate(tokens, at, h, c + 1, FULL, BT, K)
         kk_own, kq_own, gram_1, gram_2, gram_3, qk = _add_slice(
@@ -105,8 +105,7 @@ def _add_slice(
     b_k, b_q = load_slice(k_slices, c, rows, FULL, LB), load_slice(q_slices, c, rows, FULL, LB)
     if NORM:
         b_k, b_q = b_k * r_k[:, None], b_q * r_q[:, None]
-    if not ERASES:
-        lanes = partial_row_sums(gl.fma(b_q, b_k, 0.0))
+    lanes = partial_row_sums(gl.fma(b_q, b_k, 0.0))
     decay = exp2(sums)
     b_a = erasing_rows(b_k, tokens, erase, ROWS)
     kf, qf = b_a * decay, b_q * decay
@@ -118,7 +117,7 @@ def _add_slice(
         later.store(stack_sub_chunks(tf32_channel_order(kf, BT), tf32_channel_order(qf, BT)))
     else:
         later.store(tf32_channel_order(qf, BT))
-        qd = (qf * broadcast_to_rows(numbers, 8, 4, LB, LN)).to(gl.bfloat16)
+    qd = (qf * broadcast_to_rows(numbers, 8, 4, LB, LN)).to(gl.bfloat16)
     kt_1 = kt * broadcast_to_rows(numbers, 2, 1, LB, LN)
     fence_async_shared()
     barrier()
@@ -128,8 +127,7 @@ def _add_slice(
     if not ERASES:
         qk += gl.convert_layout(gl.sum(lanes, axis=1), ROW, assert_trivial=True)
     to_end = kt * broadcast_to_rows(numbers, 12, 4, LB, LN)
-    if ERASES:
-        high, low = bf16_parts(to_end)
+    high, low = bf16_parts(to_end)
     gram_1, gram_2, gram_3 = warpgroup_mma_wait(0, deps=[gram_1, gram_2, gram_3])
     if ERASES:
         pairs.index(c).store(stack_rows(high, low))

@@ -12,6 +12,7 @@ from wyfold.kernels.prepare.gluon.channel.arguments import BK
 from wyfold.kernels.prepare.gluon.channel.erase_gate import erasing_rows, load_erase_gate
 from wyfold.kernels.prepare.gluon.channel.gates import sum_sub_chunk_gates, sums_of
 from wyfold.kernels.prepare.gluon.channel.grams import decayed_grams, load_bfloat16, store_norms
+from wyfold.kernels.prepare.gluon.channel.smem import load_again
 from wyfold.tile.dot.gluon import bf16_parts, exp2, stack_rows
 from wyfold.tile.index.gluon import barrier, reinterpret, tma_store
 from wyfold.tile.inverse.gluon import concat4_columns, join4_columns, split4_columns
@@ -154,22 +155,34 @@ def bf16_product(x, y):
 
 
 @gluon.jit
-def replace_columns(
-    kk, kq, n, x_qd, x_E, tokens, gate, at, i_hv, h, smem, G, i_tile, tile, rows, r_k, r_q,
-    FULL: gl.constexpr, ACTIVATION: gl.constexpr, NORM: gl.constexpr, ROWS: gl.constexpr,
-    BT: gl.constexpr, K: gl.constexpr,
+def erasing_grams(
+    x_q, x_k, x_g, x_qd, x_kd, x_E, n, tokens, gate, at, T, i_hv, h, smem, G, i_tile, tile, rows, phase,
+    SHARED: gl.constexpr, USE_TMA: gl.constexpr, FULL: gl.constexpr, ACTIVATION: gl.constexpr, NORM: gl.constexpr,
+    ROWS: gl.constexpr, BT: gl.constexpr, K: gl.constexpr,
 ):  # fmt: skip
-    """Grams whose columns from n on, rows out of reach, come from anchors inside the chunk; keys for E likewise."""
+    """The grams of a chunk whose first n rows are in reach.
+
+    Args:
+        at, i_hv, h: Tokens of the chunk, the value head, and the head of the erase gate.
+        G: Gates, which are loaded once more if rows are out of reach.
+        phase: Of the barriers.
+        SHARED: Value heads of a key head.
+
+    Returns:
+        kk, kq, qk: As of `Grams`.
+        phase: The barriers' phase now.
+    """
     LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
-    anchors = sum_sub_chunk_gates(G, smem, gate, tokens.total, i_tile, i_hv, rows, FULL, ACTIVATION, True, K)
-    barrier()
-    erase = load_erase_gate(tokens, at, h, 0, FULL, BT, K)
-    far_kk, far_kq, _ = decayed_grams(
-        x_qd, x_E, tokens, at, h, smem, tile, rows, anchors, erase, r_k, r_q, FULL, NORM, ROWS, True, BT, K
-    )
-    o_r = gl.arange(0, BT, layout=gl.SliceLayout(0, LC))
-    in_reach = (o_r < n)[None, :]
-    kk, kq = gl.where(in_reach, kk, far_kk), gl.where(in_reach, kq, far_kq)
-    fence_async_shared()
-    barrier()
-    return kk, kq
+    kk, kq, qk, r_k, r_q = half_grams(x_qd, x_kd, tokens, at, h, smem, tile, rows, FULL, NORM, ROWS, BT, K)
+    if n != BT:
+        phase = load_again(x_q, x_k, x_g, tokens, gate, smem, G, at, T, i_hv, phase, SHARED, USE_TMA, K)
+        anchors = sum_sub_chunk_gates(G, smem, gate, tokens.total, i_tile, i_hv, rows, FULL, ACTIVATION, True, K)
+        barrier()
+        far_kk, far_kq, _ = decayed_grams(
+            x_qd, x_E, tokens, at, h, smem, tile, rows, anchors, r_k, r_q, FULL, NORM, ROWS, True, BT, K
+        )
+        in_reach = (gl.arange(0, BT, layout=gl.SliceLayout(0, LC)) < n)[None, :]
+        kk, kq = gl.where(in_reach, kk, far_kk), gl.where(in_reach, kq, far_kq)
+        fence_async_shared()
+        barrier()
+    return kk, kq, qk, phase
