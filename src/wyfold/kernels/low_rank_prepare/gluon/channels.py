@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -13,6 +15,20 @@ from wyfold.tile.dot.gluon import add, exp2
 from wyfold.tile.index.gluon import barrier, reinterpret
 
 LAYOUT: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8, 4], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
+
+
+class Place(NamedTuple):
+    """Rows of a chunk, inside kernels.
+
+    Attributes:
+        b, t, rows: Batch row, first token, and number of tokens.
+        zero: 0, or one that the compiler cannot fold: addresses are then computed again, not kept.
+    """
+
+    b: Any
+    t: Any
+    rows: Any
+    zero: Any
 
 
 @gluon.jit
@@ -27,9 +43,9 @@ def load_channels(
         early: Rows that are loaded earlier than their place.
         SHARED: Value heads of a head of p.
     """
-    o_r = token_rows(BT) - early
+    o_r = token_rows(BT) + (at.zero - early)
     o_c = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
-    offsets = o_r.to(gl.int64) * s[1] + ((h + o_c // K) // SHARED) * s[2] + (o_c % K).to(gl.int64) * s[3]
+    offsets = o_r.to(gl.int64) * s[1] + ((h + at.zero + o_c // K) // SHARED) * s[2] + (o_c % K).to(gl.int64) * s[3]
     inside = (o_r >= 0) & (o_c >= 0)
     if not FULL:
         inside = inside & (o_r < at.rows)

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from wyfold.kernels.low_rank_prepare.gluon.channels import (
     LAYOUT,
+    Place,
     channel_sums,
     column_factor,
     load_channels,
@@ -33,7 +34,7 @@ from wyfold.kernels.low_rank_prepare.gluon.fold import fold
 from wyfold.tile.decay.channel.triton import REACH
 from wyfold.tile.dot.gluon import bf16_parts, exp2
 from wyfold.tile.index.gluon import barrier, clear_tokens, reinterpret
-from wyfold.tile.index.triton import TokenRows, chunk_span
+from wyfold.tile.index.triton import chunk_span
 
 
 @gluon.jit(do_not_specialize=["N", "T", "per_sequence", "clear", "backward"])
@@ -62,12 +63,11 @@ def wyfold_low_rank_prepare_gluon(
     FULL: gl.constexpr = FLAGS.FULL
     ACTIVATION: gl.constexpr = FLAGS.ACTIVATION
     TF32: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     LG: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 8])
     pid = gl.program_id(0)
     i_c, i_hv = (pid // (HV // HEADS)).to(gl.int64), (pid % (HV // HEADS) * HEADS).to(gl.int64)
     i_n, _, b, t, rows = chunk_span(i_c, packing, T, per_sequence, FLAGS.PACKED, BT)
-    at = TokenRows(b, t, rows)
+    at = Place(b, t, rows, 0)
     if FLAGS.PACKED:
         if i_n == N:
             if clear:
@@ -100,29 +100,56 @@ def wyfold_low_rank_prepare_gluon(
     # Loaded again: the compiler would keep float32 copies in registers. A zero that it cannot fold hides that these
     # are the same addresses.
     opaque_zero = gl.minimum(T, 0)
-    b_column, k_column = load_columns(tokens, TokenRows(b, t + opaque_zero, rows), i_hv, SIZES, FLAGS)
+    b_column, k_column = load_columns(tokens, Place(b, t + opaque_zero, rows, 0), i_hv, SIZES, FLAGS)
     most = -gl.min(total, axis=0)
     # Rounded up: an anchor too many costs time, one too few loses a pair.
     anchors = gl.where(most > 0.0, most / REACH + 0.01, 0.0).to(gl.int32) + 1
     gram_0, gram_1 = warpgroup_mma_wait(0, deps=[gram_0, gram_1])
-    # Everything is loaded again, so that the common case keeps nothing in registers for it.
+    if anchors == 1:
+        barrier()
+        store_pairs(columns_smem, b_column, k_column, sums, total, K, BT)
+    else:
+        # Everything is loaded again, so that the common case keeps nothing in registers for it.
+        again = Place(b, t, rows, 2 * opaque_zero)
+        gram_0, gram_1 = add_anchors(
+            gram_0, gram_1, anchors, tokens, gate, again, i_hv, numbers, rows_smem, columns_smem, SIZES, FLAGS
+        )
+    fold(x_E, x_K, factors, i_tile, gram_0, gram_1, rows_smem, columns_smem, backward, K, BT)
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def add_anchors(
+    gram_0, gram_1, anchors, tokens, gate, at, h, numbers, rows, columns,
+    SIZES: gl.constexpr, FLAGS: gl.constexpr,
+):  # fmt: skip
+    """Add the pairs that further anchors serve, and store the pairs of columns."""
+    HV: gl.constexpr = SIZES.HV
+    K: gl.constexpr = SIZES.K
+    BT: gl.constexpr = SIZES.BT
+    FULL: gl.constexpr = FLAGS.FULL
+    ACTIVATION: gl.constexpr = FLAGS.ACTIVATION
     for anchor in range(1, anchors):
         barrier()
-        again = TokenRows(b, t + anchor * opaque_zero, rows)
-        gram_0, gram_1 = add_anchor(
-            gram_0, gram_1, anchor, tokens, gate, again, i_hv, numbers, rows_smem, columns_smem, SIZES, FLAGS
-        )
+        gram_0, gram_1 = add_anchor(gram_0, gram_1, anchor, tokens, gate, at, h, numbers, rows, columns, SIZES, FLAGS)
     barrier()
-    # Pairs of the columns decayed to the chunk's end overwrite the columns.
-    pairs = reinterpret(columns_smem, gl.bfloat16, [2, 2 * BT, 128], WIDE)
-    upper, lower = upper_columns(b_column, k_column, K, BT)
+    b, k = load_columns(tokens, at, h, SIZES, FLAGS)
+    _before, sums, total = channel_sums(gate, at, h, numbers, FULL, ACTIVATION, HV, K, BT)
+    store_pairs(columns, b, k, sums, total, K, BT)
+    return gram_0, gram_1
+
+
+@gluon.jit
+def store_pairs(columns, b, k, sums, total, K: gl.constexpr, BT: gl.constexpr):
+    """Store pairs of the columns decayed to the chunk's end over the columns."""
+    WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    pairs = reinterpret(columns, gl.bfloat16, [2, 2 * BT, 128], WIDE)
+    upper, lower = upper_columns(b, k, K, BT)
     rest = exp2(total_rows(total, sums) - sums)
     upper_high, upper_low = bf16_parts(rounded_product(upper.to(gl.float32), rest))
     lower_high, lower_low = bf16_parts(rounded_product(lower.to(gl.float32), rest))
     pairs.index(0).store(stack_tiles(upper_high, lower_high))
     pairs.index(1).store(stack_tiles(upper_low, lower_low))
-    fold(x_E, x_K, factors, i_tile, gram_0, gram_1, rows_smem, columns_smem, backward, K, BT)
-    tma.store_wait(pendings=0)
 
 
 @gluon.jit
