@@ -24,6 +24,7 @@ def fold(x_E, x_K, factors, i_tile, gram_0, gram_1, smem, columns, backward, K: 
         columns: Pairs of the columns decayed to the chunk's end; overwritten by E and K.
     """
     HEADS: gl.constexpr = 128 // K
+    LE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     o_row = gl.arange(0, 64, layout=gl.SliceLayout(1, L32))
     o_s, o_r = (o_row % BT)[:, None], gl.arange(0, BT, layout=gl.SliceLayout(0, L32))[None, :]
     first = (o_row < BT)[:, None]
@@ -59,15 +60,49 @@ def fold(x_E, x_K, factors, i_tile, gram_0, gram_1, smem, columns, backward, K: 
     if HEADS == 2:
         W_1 = _product(x_1, A_pair, BT, BT)
     W_0, W_1 = warpgroup_mma_wait(0, deps=[W_0, W_1])
-    upper = gl.where(first, one, zero)
-    store_factors(
-        x_E, x_K, factors, i_tile, W_0, gl.where(first, 0.0, q_0), gl.where(first, zero, one), P_pair, columns,
-        backward, 0, K, BT,
-    )  # fmt: skip
+    below, above = gl.where(first, zero, one), gl.where(first, one, zero)
+    F_0, E_0 = factor_products(W_0, gl.where(first, 0.0, q_0), below, P_pair, columns, 0, K, BT)
+    F_1, E_1 = gl.zeros([64, BT], gl.float32, L32), gl.zeros([64, K], gl.float32, LE)
     if HEADS == 2:
-        store_factors(
-            x_E, x_K, factors, i_tile + 1, W_1, gl.where(first, q_1, 0.0), upper, P_pair, columns, backward, 1, K, BT
-        )
+        F_1, E_1 = factor_products(W_1, gl.where(first, q_1, 0.0), above, P_pair, columns, 1, K, BT)
+    if backward:
+        _store_upper(factors.A, i_tile, W_0, False, BT)
+        _store_upper(factors.R, i_tile, W_0, True, BT)
+        if HEADS == 2:
+            _store_upper(factors.A, i_tile + 1, W_1, True, BT)
+            _store_upper(factors.R, i_tile + 1, W_1, False, BT)
+    F_0, E_0, F_1, E_1 = warpgroup_mma_wait(0, deps=[F_0, E_0, F_1, E_1])
+    _store_upper(factors.F, i_tile, F_0, False, BT)
+    _store_upper(factors.P, i_tile, F_0, True, BT)
+    if HEADS == 2:
+        _store_upper(factors.F, i_tile + 1, F_1, True, BT)
+        _store_upper(factors.P, i_tile + 1, F_1, False, BT)
+    store_columns(x_E, x_K, i_tile, E_0, E_1, columns, K, BT)
+
+
+@gluon.jit
+def store_columns(x_E, x_K, i_tile, E_0, E_1, columns, K: gl.constexpr, BT: gl.constexpr):
+    """Store E and K of all heads, which overwrite the first parts of their pairs."""
+    HEADS: gl.constexpr = 128 // K
+    WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    barrier()
+    out = reinterpret(columns, gl.bfloat16, [2 * HEADS, 2 * BT, K], WIDE)
+    out.index(0).store(E_0.to(gl.bfloat16))
+    if HEADS == 2:
+        out.index(1).store(E_1.to(gl.bfloat16))
+    fence_async_shared()
+    barrier()
+    slices = reinterpret(columns, gl.bfloat16, [4, 2 * BT, 64], WIDE)
+    for j in gl.static_range(2):
+        _store_slice(x_E, x_K, i_tile, slices.index(j), j * HEADS // 2, 64 * j % K, BT)
+
+
+@gluon.jit
+def _store_slice(x_E, x_K, i_tile, tile, i: gl.constexpr, column: gl.constexpr, BT: gl.constexpr):
+    """Store 64 channels of E and K of head i."""
+    row = ((i_tile + i) * BT).to(gl.int32)
+    tma_store(x_E, [row, column], tile.slice(BT * i, BT))
+    tma_store(x_K, [row, column], tile.slice(BT - BT * i, BT))
 
 
 @gluon.jit
@@ -103,10 +138,8 @@ def _product(x, pairs, row: gl.constexpr, BT: gl.constexpr):
 
 
 @gluon.jit
-def store_factors(
-    x_E, x_K, factors, i_tile, W, Pk, one, P_pair, columns, backward, i: gl.constexpr, K: gl.constexpr, BT: gl.constexpr
-):  # fmt: skip
-    """Store the factors of head i.
+def factor_products(W, Pk, one, P_pair, columns, i: gl.constexpr, K: gl.constexpr, BT: gl.constexpr):
+    """F above P, and E above K, of head i, in the second head below; asynchronous.
 
     Args:
         W: [A^T; R^T], in the second head [R^T; A^T].
@@ -117,40 +150,18 @@ def store_factors(
     LE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, L32, 2)
     AE: gl.constexpr = gl.DotOperandLayout(0, LE, 2)
-    WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     b_row: gl.constexpr = BT * i
     k_row: gl.constexpr = BT - BT * i
     high, low = bf16_parts(W)
-    F = mm_pairs_async(high, low, P_pair.slice(BT * i, BT), P_pair.slice(2 * BT + BT * i, BT), Pk, True, A)
-    tiles = reinterpret(columns, gl.bfloat16, [2 * HEADS, 2 * BT, K], WIDE)
+    F = mm_pairs_async(high, low, P_pair.slice(b_row, BT), P_pair.slice(2 * BT + b_row, BT), Pk, True, A)
+    tiles = reinterpret(columns, gl.bfloat16, [2 * HEADS, 2 * BT, K], gl.NVMMASharedLayout(128, 16, 2))
     c_high, c_low = tiles.index(i), tiles.index(HEADS + i)
     E = gl.zeros([64, K], gl.float32, LE)
     one = gl.convert_layout(one, AE, assert_trivial=True)
     E = mm_pairs_async(high, low, c_high.slice(b_row, BT), c_low.slice(b_row, BT), E, False, AE)
     E = warpgroup_mma(one, c_low.slice(k_row, BT), E, is_async=True)
     E = warpgroup_mma(one, c_high.slice(k_row, BT), E, is_async=True)
-    F, E = warpgroup_mma_wait(0, deps=[F, E])
-    if i == 0:
-        _store_upper(factors.F, i_tile, F, False, BT)
-        _store_upper(factors.P, i_tile, F, True, BT)
-        if backward:
-            _store_upper(factors.A, i_tile, W, False, BT)
-            _store_upper(factors.R, i_tile, W, True, BT)
-    else:
-        _store_upper(factors.F, i_tile, F, True, BT)
-        _store_upper(factors.P, i_tile, F, False, BT)
-        if backward:
-            _store_upper(factors.A, i_tile, W, True, BT)
-            _store_upper(factors.R, i_tile, W, False, BT)
-    barrier()
-    c_high.store(E.to(gl.bfloat16))
-    fence_async_shared()
-    barrier()
-    slices = reinterpret(columns, gl.bfloat16, [4, 2 * BT, 64], WIDE)
-    for j in gl.static_range(K // 64):
-        out = slices.index(i * (K // 64) + j)
-        tma_store(x_E, [(i_tile * BT).to(gl.int32), 64 * j], out.slice(b_row, BT))
-        tma_store(x_K, [(i_tile * BT).to(gl.int32), 64 * j], out.slice(k_row, BT))
+    return F, E
 
 
 @gluon.jit
