@@ -184,10 +184,14 @@ def test_widths(rule: str, K: int, V: int, judged):
 )
 @pytest.mark.parametrize("rule", RULES[:2])
 def test_other_widths(rule: str, H: int, HV: int, K: int, V: int, judged):
-    """Gluon kernels under a scalar gate or none. Wide values of 9 heads or more stay whole."""
+    """Gluon kernels under a scalar gate or none. Wide values of 9 heads or more stay whole.
+
+    Eight rows of the batch: of four with repeated keys, the worst row of dbeta was by chance beyond twice the
+    yardstick's (docs/log/operators.md).
+    """
     for family in ("random", "identical"):
         row = family if family == "random" and V <= 128 else None
-        require(*judged(rule, drawn(family, rule, Shape(4, 200, H, HV, K, V)), row))
+        require(*judged(rule, drawn(family, rule, Shape(8, 200, H, HV, K, V)), row))
 
 
 @pytest.mark.parametrize("group", [2, 3, 4, 12])
