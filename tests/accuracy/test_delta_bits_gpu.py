@@ -271,22 +271,6 @@ def test_the_past_does_not_know_the_future(t: int, call, run):
     assert not torch.equal(other["o"][:, t:], plain["o"][:, t:])
 
 
-@pytest.mark.parametrize("t", [20, 40, 100])
-def test_a_later_reset_changes_no_bit_before_it(t: int, call, run):
-    """A chunk with a strong gate is computed otherwise, but only from that gate on."""
-    a, fed = call(256)
-    if "g" not in a:
-        pytest.skip("the rule has no gate")
-    fed = {"o": fed["o"].clone()}
-    fed["o"][:, t:] = 0
-    changed = a | {"g": a["g"].clone()}
-    changed["g"][:, t:] = -math.inf
-    plain, other = run(a, fed), run(changed, fed)
-    for name in ("o", *(f"d{name}" for name in PER_TOKEN if name in a)):
-        assert torch.equal(other[name][:, :t], plain[name][:, :t]), name
-    assert torch.equal(other["dinitial_state"], plain["dinitial_state"])
-
-
 def test_strided_is_contiguous(call, run):
     """q, k and v as columns of one projection, gates with heads before tokens, V-first states, transposed gradients."""
     a, fed = call(300)

@@ -176,7 +176,6 @@ class Language:
     constexpr = staticmethod(lambda x: x)
     static_range = range
     range = staticmethod(device_range)
-    PropagateNan = tl.PropagateNan
     for _name in (
         "BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "SharedLinearLayout",
         "SliceLayout", "SwizzledSharedLayout",
@@ -245,7 +244,7 @@ class Language:
     def minimum(self, x: Any, y: Any) -> Value:
         return elementwise(torch.minimum, x if isinstance(y, Value) else Value.of(x), y)
 
-    def maximum(self, x: Any, y: Any, propagate_nan: Any = None) -> Value:
+    def maximum(self, x: Any, y: Any) -> Value:
         return elementwise(torch.maximum, x if isinstance(y, Value) else Value.of(x), y)
 
     def fma(self, x: Any, y: Any, z: Any) -> Value:
@@ -271,8 +270,9 @@ class Language:
     ) -> Any:
         if asm.startswith("griddepcontrol."):
             return Value.of(0)  # programs run one after another
-        x, dtypes = args[0], dtype if isinstance(dtype, tuple) else (dtype,)
-        found = [Value(y, x.layout) for y in ptx.run(asm, constraints, [y.t for y in args], x.layout, dtypes, pack)]
+        (x,) = args
+        dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+        found = [Value(y, x.layout) for y in ptx.run(asm, constraints, x.t, x.layout, dtypes, pack)]
         return tuple(found) if isinstance(dtype, tuple) else found[0]
 
     # --- along an axis ---

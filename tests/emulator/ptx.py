@@ -15,20 +15,13 @@ from torch import Tensor
 INSTRUCTION = re.compile(r"(?:@(!?)(\w+)\s+)?([a-z][\w.]*)\s+(.*)", re.DOTALL)
 
 
-def run(
-    asm: str,
-    constraints: str,
-    operands: list[Tensor],
-    layout: Any,
-    dtypes: tuple[torch.dtype, ...],
-    pack: int,
-) -> list[Tensor]:
-    """Results of `gl.inline_asm_elementwise`.
+def run(asm: str, constraints: str, x: Tensor, layout: Any, dtypes: tuple[torch.dtype, ...], pack: int) -> list[Tensor]:
+    """Results of `gl.inline_asm_elementwise` with one operand.
 
     Args:
-        asm: The PTX. `$0`, `$1`, ... are the registers of the results, then those of the operands.
+        asm: The PTX. `$0`, `$1`, ... are the registers of the results, then those of the operand.
         constraints: One per register; "=" marks results.
-        operands: One in float32, or two of one shape in bfloat16.
+        x: The operand, float32.
         layout: Gluon layout of x; only shuffles need it.
         dtypes: Of the results. A register holds one float32 or two bfloat16.
         pack: Elements per execution of the block.
@@ -36,10 +29,9 @@ def run(
     Raises:
         ValueError: an instruction is not implemented, or a shuffle does not fit the layout.
     """
-    results, registers = sum(part.startswith("=") for part in constraints.split(",")), {}
-    for x in operands:
-        flat, columns = _packed(x, layout, pack, "shfl" in asm)
-        registers |= {f"${results + len(registers) + i}": y for i, y in enumerate(columns)}
+    flat, columns = _packed(x, layout, pack, "shfl" in asm)
+    results = sum(part.startswith("=") for part in constraints.split(","))
+    registers = {f"${results + i}": columns[i] for i in range(pack)}
     for statement in re.sub(r"\.reg[^;]*;|[{}]", "", asm).split(";"):
         if statement.strip():
             _step(registers, statement.strip())
@@ -55,10 +47,7 @@ def run(
 
 
 def _packed(x: Tensor, layout: Any, pack: int, shuffled: bool) -> tuple[Any, list[Tensor]]:
-    """A function that turns elements into a tensor of x's shape, and the registers that hold x.
-
-    Two bfloat16 numbers share a register, the first below.
-    """
+    """A function that turns registers into a tensor of x's shape, and the registers that hold x."""
     if shuffled:
         own, lanes = _row(layout)
         shape = *x.shape[:-1], x.shape[-1] // (pack * lanes), pack // own, lanes, own
@@ -67,10 +56,7 @@ def _packed(x: Tensor, layout: Any, pack: int, shuffled: bool) -> tuple[Any, lis
     else:
         columns = list(x.reshape(-1, pack).unbind(-1))
         join = lambda y: torch.stack(y, -1).reshape(x.shape)
-    bits = [y.float().contiguous().view(torch.int32) for y in columns]
-    if x.dtype == torch.bfloat16:
-        bits = [high | (low >> 16 & 0xFFFF) for low, high in zip(bits[::2], bits[1::2], strict=True)]
-    return join, bits
+    return join, [y.contiguous().view(torch.int32) for y in columns]
 
 
 def _row(layout: Any) -> tuple[int, int]:
@@ -120,11 +106,6 @@ def _computed(name: str, x: list[Tensor]) -> Tensor:
             return x[0] & x[1]
         case "shl.b32":
             return x[0] << x[1]
-        case "mul.rn.bf16x2":
-            upper = [(y & -0x10000).view(torch.float32).bfloat16() for y in x]
-            lower = [(y << 16).view(torch.float32).bfloat16() for y in x]
-            high, low = ((y[0] * y[1]).float().view(torch.int32) for y in (upper, lower))
-            return high | (low >> 16 & 0xFFFF)
         case "cvt.rn.bf16x2.f32":  # the first operand is the upper half
             high, low = (y.bfloat16().float().view(torch.int32) for y in f)
             return high | (low >> 16 & 0xFFFF)

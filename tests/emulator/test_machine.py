@@ -133,7 +133,7 @@ def test_ptx_splits_float32_into_bfloat16_parts():
     x = torch.randn(4, 8)
     asm = "cvt.rn.bf16x2.f32 $0, $3, $2; shl.b32 $1, $0, 16;"
     asm += " sub.f32 $1, $2, $1; cvt.rn.bf16x2.f32 $1, 0f00000000, $1;"
-    high, low = ptx.run(asm, "=r,=r,f,f", [x], None, (BF16, BF16), 2)
+    high, low = ptx.run(asm, "=r,=r,f,f", x, None, (BF16, BF16), 2)
     assert torch.equal(high, x.bfloat16())
     assert torch.equal(low[:, ::2], (x - x.bfloat16().float()).bfloat16()[:, ::2])
     assert not low[:, 1::2].any()
@@ -149,19 +149,19 @@ def test_ptx_splits_float32_into_bfloat16_parts():
 )
 def test_ptx_shuffles_stay_within_a_row(shuffle: str, expected: list[int]):
     layout = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
-    (found,) = ptx.run(f"shfl.sync.{shuffle}, 0xffffffff;", "=f,f", [numbers(1, 8)], layout, (torch.float32,), 1)
+    (found,) = ptx.run(f"shfl.sync.{shuffle}, 0xffffffff;", "=f,f", numbers(1, 8), layout, (torch.float32,), 1)
     assert found[0].tolist() == expected
 
 
 def test_ptx_predicates():
     layout = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
     asm = "{ .reg .pred p; shfl.sync.up.b32 $0|p, $1, 1, 0x1c00, 0xffffffff; @!p mov.f32 $0, 0f3f800000; }"
-    (found,) = ptx.run(asm, "=f,f", [numbers(1, 4)], layout, (torch.float32,), 1)
+    (found,) = ptx.run(asm, "=f,f", numbers(1, 4), layout, (torch.float32,), 1)
     assert found[0].tolist() == [1, 0, 1, 2]
 
 
 def test_unknown_ptx_is_refused():
     with pytest.raises(ValueError, match="not implemented"):
-        ptx.run("mul.f32 $0, $1, $1;", "=f,f", [numbers(4)], None, (torch.float32,), 1)
+        ptx.run("mul.f32 $0, $1, $1;", "=f,f", numbers(4), None, (torch.float32,), 1)
     with pytest.raises(ValueError, match="needs a blocked or MMA layout"):
-        ptx.run("shfl.sync.idx.b32 $0, $1, 0, 0x1c1f, 0xffffffff;", "=f,f", [numbers(4)], None, (torch.float32,), 1)
+        ptx.run("shfl.sync.idx.b32 $0, $1, 0, 0x1c1f, 0xffffffff;", "=f,f", numbers(4), None, (torch.float32,), 1)

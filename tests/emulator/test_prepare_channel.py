@@ -1,13 +1,11 @@
 """`prepare` in Gluon with a gate per channel, on the emulator, against its definition in float64."""
 
 import itertools
-import math
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
-from tests.emulator.cases import SCHEDULES, cases
+from tests.emulator.cases import cases
 from tests.emulator.compare import require_as_rounded
 from tests.emulator.delta import C, filled, options
 from tests.emulator.machine import Machine
@@ -17,7 +15,6 @@ from torch import Tensor
 from wyfold.kernels.low_rank_prepare.gluon import erase_gate as low_rank
 from wyfold.kernels.low_rank_prepare.triton import call_arguments
 from wyfold.kernels.prepare.gluon import channel
-from wyfold.kernels.prepare.gluon.channel.arguments import HALF_REACH, HALF_SHIFT
 from wyfold.runtime.chunk_layout import ChunkGrid, chunk_grid
 from wyfold.runtime.kernel_configs import Config
 from wyfold.runtime.options import DeltaOptions
@@ -76,21 +73,12 @@ def chunk(q: Tensor, a: Tensor, k: Tensor, g: Tensor, beta: Tensor, erases: bool
     # A difference of prefix sums would lose digits, so the gates between are summed.
     between = ((i[None, None, :] <= i[:, None, None]) & (i[None, None, :] > i[None, :, None])).double()
     D = torch.einsum("rsi,ik->rsk", between, g).exp()
-    G, eye = g.cumsum(0), torch.eye(C).double()
-    # Rows in reach of the start of their half, the power of two nearest to it, are multiplied in bfloat16.
-    start = torch.round(G[31] / math.log(2)) * math.log(2) * (i[:, None] >= 32)
-    least = -(HALF_REACH.value + HALF_SHIFT.value) * math.log(2)
-    within = ((G - start).min(-1, keepdim=True).values >= least).cummin(0).values
-    scale = (G - start + HALF_SHIFT.value * math.log(2)).clamp(min=least).exp()
-    J, P = (torch.einsum("rk,sk,rsk->rs", torch.where(within, as_stored(x * scale) / scale, x), k, D) for x in (a, q))
-    J, P = erases * J.tril(-1), P.tril(-1) + (q * k).sum(-1).diag()
+    J, P = (torch.einsum("rk,sk,rsk->rs", x, k, D) for x in (a, q))
+    J, P, eye = erases * J.tril(-1), P.tril(), torch.eye(C).double()
     A = torch.linalg.solve_triangular(eye + beta * J, eye, upper=False)
     W = torch.linalg.solve_triangular(eye + J * beta.mT, eye, upper=False)
+    G = g.cumsum(0)
     return G[-1].exp(), q * G.exp(), a * G.exp(), A.mT @ (k * D[C - 1]), (P @ A).mT, W.mT
-
-
-def as_stored(x: Tensor) -> Tensor:
-    return x.bfloat16().to(x.dtype)
 
 
 def reciprocal_norms(q: Tensor, k: Tensor, group: int, spans: list[tuple[int, int, int]]) -> Tensor:
@@ -223,26 +211,3 @@ def draw(
     grid = chunk_grid(B, T, C, None if cu is None else torch.tensor(cu))
     o = torch.full((B, T, HV, K), 7.0).bfloat16()
     return Call([q, k, given, beta, *parameters], grid, how, o, end, want, norms, b)
-
-
-@pytest.mark.parametrize("t", [1, 20, 40, 63])
-def test_rows_do_not_depend_on_later_gates(t: int):
-    """Which rows are in reach of their half's start is decided row by row: later resets change no bit before them."""
-    torch.manual_seed(t)
-    calls = [draw(T=64, gate="slow") for _ in range(2)]
-    (q, k, g, *rest), other = calls[0].tokens, calls[1].tokens[2].clone()
-    other[:] = -torch.inf
-    other[:, :t] = g[:, :t]
-    found = []
-    for gate in (g, other):
-        machine = Machine(*SCHEDULES[0])
-        with machine.installed(channel.launch, Config(4, 1, {})):
-            arguments = q, k, gate, *rest, calls[0].grid, calls[0].options, calls[0].o.clone()
-            found.append(channel.prepare(*arguments, folded=True, backward=True))
-    plain, reset = found
-    for name in ("q", "k"):
-        assert torch.equal(getattr(plain, name)[:, :t], getattr(reset, name)[:, :t]), name
-    for name in ("F", "W"):  # transposed: a column is a row of F
-        before, after = (from_quarters(getattr(x, name))[..., :t] for x in found)
-        assert torch.equal(before, after), name
-    assert not torch.equal(from_quarters(plain.F), from_quarters(reset.F))

@@ -496,14 +496,6 @@ GLUON_KERNELS = (
         "emulator/test_prepare_channel.py::test_prepare",
     ),
     Mutant(
-        "rows out of reach of their half's start are kept",
-        "kernels/prepare/gluon/channel/halves.py",
-        "erasing_grams",
-        "if n != BT:",
-        "if n < 0:",
-        "emulator/test_prepare_channel.py::test_prepare",
-    ),
-    Mutant(
         "gradients of outputs are read before they have arrived",
         "kernels/gradients/gluon/scalar/grams.py",
         "",

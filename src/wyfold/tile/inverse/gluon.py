@@ -55,14 +55,6 @@ def add_diagonal_product(y, D, j: gl.constexpr, acc, LB: gl.constexpr):
 
 
 @gluon.jit
-def load_diagonal_inverses(D, BT: gl.constexpr, LB: gl.constexpr):
-    """Load inverses of diagonal blocks: both parts of the pair, and their sum.   3 x [BT, 16]"""
-    high = gl.convert_layout(D.slice(0, BT).load(gl.DotOperandLayout(0, LB, 2)), LB, assert_trivial=True)
-    low = gl.convert_layout(D.slice(BT, BT).load(gl.DotOperandLayout(0, LB, 2)), LB, assert_trivial=True)
-    return high, low, high.to(gl.float32) + low.to(gl.float32)
-
-
-@gluon.jit
 def invert_columns(D, U, BT: gl.constexpr, LB: gl.constexpr):
     """(I + U)^-1 in four blocks of 16 columns, left to right, from D and -U, both bfloat16 pairs.
 
@@ -72,7 +64,9 @@ def invert_columns(D, U, BT: gl.constexpr, LB: gl.constexpr):
     Returns:
         The column blocks in float32, and the high and low parts of their bfloat16 pairs.
     """
-    d_high, d_low, d = load_diagonal_inverses(D, BT, LB)
+    d_high = gl.convert_layout(D.slice(0, BT).load(gl.DotOperandLayout(0, LB, 2)), LB, assert_trivial=True)
+    d_low = gl.convert_layout(D.slice(BT, BT).load(gl.DotOperandLayout(0, LB, 2)), LB, assert_trivial=True)
+    d = d_high.to(gl.float32) + d_low.to(gl.float32)
     zero_acc = gl.zeros([BT, 16], gl.float32, LB)
     block = (gl.arange(0, BT, layout=gl.SliceLayout(1, LB)) // 16)[:, None]
     x_0 = gl.where(block == 0, d, 0.0)

@@ -22,14 +22,6 @@ NEAREST: gl.constexpr = gl.constexpr(0.000498066)
 """log2 of 1 + 2^-11.5: this factor adds about as much as TF32 truncates afterwards (`CUT_TO_NEAREST`)."""
 
 
-HALF_REACH: gl.constexpr = gl.constexpr(104.0)
-"""Rows of a half of a chunk are in reach while their factors are at least 2^-HALF_REACH."""
-
-
-HALF_SHIFT: gl.constexpr = gl.constexpr(16.0)
-"""log2 of the factor moved from keys to rows in a half of a chunk. The reach is 120 in all, 2.6 nats a token."""
-
-
 class Tokens(NamedTuple):
     """Kernel argument: how the tokens lie in memory, and the fields of `Prepared` that are written through pointers.
 

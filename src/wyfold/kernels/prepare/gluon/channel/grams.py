@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -9,30 +11,42 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from wyfold.kernels.prepare.gluon.channel.arguments import BK, NEAREST, REACH, SHIFT
 from wyfold.kernels.prepare.gluon.channel.erase_gate import erasing_rows, load_erase_gate
-from wyfold.kernels.prepare.gluon.channel.gates import sums_of
 from wyfold.tile.dot.gluon import bf16_parts, exp2, stack_rows
 from wyfold.tile.index.gluon import barrier, reinterpret, tma_store
-from wyfold.tile.inverse.gluon import join4_columns
+
+
+class Grams(NamedTuple):
+    """Products of keys with keys and queries, of each warp's 16 rows.
+
+    Attributes:
+        kk_own, kq_own: [4, 16, 16] with the warp's own sub-chunk.
+        gram_1, gram_2, gram_3: [BT, 32] with the keys, then the queries, of a later sub-chunk; [BT, 16], with the
+            queries alone, if writes erase nothing. kk_own is then zeros.
+        qk: [BT] <q, k> of each row.
+    """
+
+    kk_own: Any
+    kq_own: Any
+    gram_1: Any
+    gram_2: Any
+    gram_3: Any
+    qk: Any
 
 
 @gluon.jit
 def decayed_grams(
-    x_qd, x_E, tokens, at, h, smem, tile, rows, anchors, r_k, r_q,
+    x_qd, x_kd, tokens, at, h, smem, tile, rows, anchors, erase,
     FULL: gl.constexpr, NORM: gl.constexpr, ROWS: gl.constexpr, ERASES: gl.constexpr,
     BT: gl.constexpr, K: gl.constexpr,
 ):  # fmt: skip
-    """Compute the grams for sums of gates from the first row of each sub-chunk, a slice of channels after the other.
+    """Compute the grams, a slice of channels after the other, and replace keys and queries by decayed ones.
 
-    The pairs of keys from which E is computed overwrite the sums. If writes erase nothing, keys are instead replaced by
-    those decayed to the chunk's end, which are E, and queries by decayed ones. Both are stored by TMA, and the norms.
+    The decayed rows are stored by TMA, and the norms to tokens.norms. The pairs of keys from which E is computed
+    overwrite the sums of gates. If writes erase nothing, keys are decayed to the chunk's end: they are E.
 
     Args:
         at, h: Tokens of the chunk, and the head of their erase gate.
-        r_k, r_q: Reciprocal norms, with NORM.
-
-    Returns:
-        kk, kq: [BT, BT] as of `Grams`; if writes erase nothing, kk is kq.
-        qk: [BT] <q, k> of each row if writes erase nothing, otherwise zeros.
+        erase: First slice of its channels.
     """
     HALF: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     LB: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
@@ -42,10 +56,18 @@ def decayed_grams(
     NB: gl.constexpr = K // BK
     k_slices = reinterpret(smem.keys, gl.bfloat16, [NB, BT, BK], HALF)
     q_slices = reinterpret(smem.queries, gl.bfloat16, [NB, BT, BK], HALF)
+    r_k, r_q = gl.full([BT], 1.0, gl.float32, ROW), gl.full([BT], 1.0, gl.float32, ROW)
+    if NORM:
+        r_k = reciprocal_norm(k_slices, rows, BT, NB, FULL, LB)
+        r_q = reciprocal_norm(q_slices, rows, BT, NB, FULL, LB)
+        o_norm = tile.to(gl.int64) * (2 * BT) + gl.arange(0, BT, layout=ROW)
+        gl.store(tokens.norms + o_norm, r_q)
+        gl.store(tokens.norms + o_norm + BT, r_k)
+    barrier()
+
     kk_own, kq_own = gl.zeros([4, 16, 16], gl.float32, LN), gl.zeros([4, 16, 16], gl.float32, LN)
     gram_1, gram_2, gram_3 = zero_gram(LJ, BT, ERASES), zero_gram(LJ, BT, ERASES), zero_gram(LJ, BT, ERASES)
     qk = gl.zeros([BT], gl.float32, ROW)
-    erase = load_erase_gate(tokens, at, h, 0, FULL, BT, K)
     for c in range(NB):
         next_erase = load_erase_gate(tokens, at, h, c + 1, FULL, BT, K)
         kk_own, kq_own, gram_1, gram_2, gram_3, qk = _add_slice(
@@ -53,28 +75,15 @@ def decayed_grams(
             erase, FULL, NORM, ROWS, ERASES, BT, NB,
         )  # fmt: skip
         erase = next_erase
-        if not ERASES:
-            # The previous slice: the fence above covers its stores too.
-            if c > 0:
-                tma_store(x_E, [tile * BT, BK * (c - 1)], k_slices.index(c - 1))
-                tma_store(x_qd, [tile * BT, BK * (c - 1)], q_slices.index(c - 1))
-    kq = gl.convert_layout(kq_own.reshape((BT, 16)), LB, assert_trivial=True)
-    if ERASES:
-        kk_1, kq_1 = split_key_query(gram_1, LB, BT)
-        kk_2, kq_2 = split_key_query(gram_2, LB, BT)
-        kk_3, kq_3 = split_key_query(gram_3, LB, BT)
-        kk = gl.convert_layout(kk_own.reshape((BT, 16)), LB, assert_trivial=True)
-        return join_columns(kk, kk_1, kk_2, kk_3, BT, LB), join_columns(kq, kq_1, kq_2, kq_3, BT, LB), qk
-    else:
-        fence_async_shared()
-        barrier()
-        tma_store(x_E, [tile * BT, BK * (NB - 1)], k_slices.index(NB - 1))
-        tma_store(x_qd, [tile * BT, BK * (NB - 1)], q_slices.index(NB - 1))
-        kq_1 = gl.convert_layout(gram_1, LB, assert_trivial=True)
-        kq_2 = gl.convert_layout(gram_2, LB, assert_trivial=True)
-        kq_3 = gl.convert_layout(gram_3, LB, assert_trivial=True)
-        kq = join_columns(kq, kq_1, kq_2, kq_3, BT, LB)
-        return kq, kq, qk
+        # The previous slice: the fence above covers its stores too.
+        if c > 0:
+            tma_store(x_kd, [tile * BT, BK * (c - 1)], k_slices.index(c - 1))
+            tma_store(x_qd, [tile * BT, BK * (c - 1)], q_slices.index(c - 1))
+    fence_async_shared()
+    barrier()
+    tma_store(x_kd, [tile * BT, BK * (NB - 1)], k_slices.index(NB - 1))
+    tma_store(x_qd, [tile * BT, BK * (NB - 1)], q_slices.index(NB - 1))
+    return Grams(kk_own, kq_own, gram_1, gram_2, gram_3, qk)
 
 
 @gluon.jit
@@ -83,7 +92,7 @@ def _add_slice(
     FULL: gl.constexpr, NORM: gl.constexpr, ROWS: gl.constexpr, ERASES: gl.constexpr,
     BT: gl.constexpr, NB: gl.constexpr,
 ):  # fmt: skip
-    """Add slice c of the channels to the grams.
+    """Add slice c of the channels to the grams, and replace it by its decayed rows.
 
     Keys and queries of each warp's sub-chunk meet themselves, and three later sub-chunks.
     """
@@ -96,12 +105,15 @@ def _add_slice(
     BLOCK: gl.constexpr = 32 if ERASES else 16
     LJ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 8])
     ROW: gl.constexpr = gl.SliceLayout(1, LB)
+    # Swizzled so that one access reads pairs of channels of eight rows without bank conflicts: groups of four rows
+    # are 32 bytes apart.
+    P = reinterpret(smem.gates, gl.float32, [NB, BT, BK], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
     # If writes erase nothing, each warp's decayed queries overwrite the sums from which it computed them.
     first = 0 if ERASES else c
     later = reinterpret(smem.gate_buffer, gl.float32, [NB * 16 // BLOCK, BT * BLOCK // 16, BK], FULL32).index(first)
     blocks = reinterpret(smem.gate_buffer, gl.float32, [4 * NB * 16 // BLOCK, BLOCK, BK], FULL32)
     pairs = reinterpret(smem.gates, gl.bfloat16, [NB, 2 * BT, BK], HALF)
-    sums = sums_of(smem, NB * BK, [1, 0]).index(c).load(LB)
+    sums = P.index(c).load(LB)
     b_k, b_q = load_slice(k_slices, c, rows, FULL, LB), load_slice(q_slices, c, rows, FULL, LB)
     if NORM:
         b_k, b_q = b_k * r_k[:, None], b_q * r_q[:, None]
@@ -117,23 +129,22 @@ def _add_slice(
         later.store(stack_sub_chunks(tf32_channel_order(kf, BT), tf32_channel_order(qf, BT)))
     else:
         later.store(tf32_channel_order(qf, BT))
-    qd = (qf * broadcast_to_rows(numbers, 8, 4, LB, LN)).to(gl.bfloat16)
+    before = broadcast_to_rows(numbers, 8, 4, LB, LN)
+    kd, qd = (kf * before).to(gl.bfloat16), (qf * before).to(gl.bfloat16)
     kt_1 = kt * broadcast_to_rows(numbers, 2, 1, LB, LN)
     fence_async_shared()
     barrier()
     gram_1 = add_far_grams(gram_1, kt_1, blocks.index(4 * first + 1), LJ, BT)
     gram_2 = add_far_grams(gram_2, kt * broadcast_to_rows(numbers, 0, 4, LB, LN), blocks.index(4 * first + 2), LJ, BT)
     gram_3 = add_far_grams(gram_3, kt * broadcast_to_rows(numbers, 4, 4, LB, LN), blocks.index(4 * first + 3), LJ, BT)
-    if not ERASES:
-        qk += gl.convert_layout(gl.sum(lanes, axis=1), ROW, assert_trivial=True)
-    to_end = kt * broadcast_to_rows(numbers, 12, 4, LB, LN)
-    high, low = bf16_parts(to_end)
+    qk += gl.convert_layout(gl.sum(lanes, axis=1), ROW, assert_trivial=True)
+    out = kt * broadcast_to_rows(numbers, 12, 4, LB, LN)
+    high, low = bf16_parts(out)
     gram_1, gram_2, gram_3 = warpgroup_mma_wait(0, deps=[gram_1, gram_2, gram_3])
+    k_slices.index(c).store(kd if ERASES else out.to(gl.bfloat16))
+    q_slices.index(c).store(qd)
     if ERASES:
         pairs.index(c).store(stack_rows(high, low))
-    else:
-        k_slices.index(c).store(to_end.to(gl.bfloat16))
-        q_slices.index(c).store(qd)
     barrier()
     return kk_own, kq_own, gram_1, gram_2, gram_3, qk
 
@@ -148,33 +159,11 @@ def broadcast_to_rows(numbers, j: gl.constexpr, count: gl.constexpr, LB: gl.cons
 
 @gluon.jit
 def load_slice(slices, i, rows, FULL: gl.constexpr, LB: gl.constexpr):
-    """Load slice i of the channels of k or q; zero past the last token.   [BT, BK] float32"""
-    return load_bfloat16(slices, i, rows, FULL, LB).to(gl.float32)
-
-
-@gluon.jit
-def load_bfloat16(slices, i, rows, FULL: gl.constexpr, LB: gl.constexpr):
-    """`load_slice` without the conversion."""
+    """Load slice i of the channels of k or q; zero past the last token.   [BT, BK]"""
     x = gl.convert_layout(slices.index(i).load(gl.DotOperandLayout(0, LB, 2)), LB, assert_trivial=True)
     o_s = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, LB))
-    return x if FULL else gl.where((o_s < rows)[:, None], x, gl.zeros(x.shape, gl.bfloat16, LB))
-
-
-@gluon.jit
-def store_norms(tokens, smem, tile, rows, FULL: gl.constexpr, NORM: gl.constexpr, BT: gl.constexpr, K: gl.constexpr):
-    """Compute the reciprocal norms of keys and queries and store them, with NORM; ones otherwise.   2 x [BT]"""
-    HALF: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
-    LB: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
-    ROW: gl.constexpr = gl.SliceLayout(1, LB)
-    NB: gl.constexpr = K // BK
-    r_k, r_q = gl.full([BT], 1.0, gl.float32, ROW), gl.full([BT], 1.0, gl.float32, ROW)
-    if NORM:
-        r_k = reciprocal_norm(reinterpret(smem.keys, gl.bfloat16, [NB, BT, BK], HALF), rows, BT, NB, FULL, LB)
-        r_q = reciprocal_norm(reinterpret(smem.queries, gl.bfloat16, [NB, BT, BK], HALF), rows, BT, NB, FULL, LB)
-        o_norm = tile.to(gl.int64) * (2 * BT) + gl.arange(0, BT, layout=ROW)
-        gl.store(tokens.norms + o_norm, r_q)
-        gl.store(tokens.norms + o_norm + BT, r_k)
-    return r_k, r_q
+    x = x if FULL else gl.where((o_s < rows)[:, None], x, gl.zeros(x.shape, gl.bfloat16, LB))
+    return x.to(gl.float32)
 
 
 @gluon.jit
@@ -263,14 +252,6 @@ def split_key_query(gram, LB: gl.constexpr, BT: gl.constexpr):
     """Split a gram's 32 columns into those of keys and of queries; moves no data."""
     kk, kq = gl.split(gl.permute(gram.reshape((BT, 2, 16)), (0, 2, 1)))
     return gl.convert_layout(kk, LB, assert_trivial=True), gl.convert_layout(kq, LB, assert_trivial=True)
-
-
-@gluon.jit
-def join_columns(near, later_1, later_2, later_3, BT: gl.constexpr, LB: gl.constexpr):
-    """A gram from its diagonal blocks and the columns of three later sub-chunks; moves no data.   [BT, BT]"""
-    LC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
-    x_1, x_2 = gram_columns(near, later_1, 1, LB), gram_columns(near, later_2, 2, LB)
-    return join4_columns(near, x_1, x_2, gram_columns(near, later_3, 3, LB), BT, LC)
 
 
 @gluon.jit

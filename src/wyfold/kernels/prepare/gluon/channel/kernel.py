@@ -7,10 +7,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from wyfold.kernels.prepare.gluon.channel.factors import write_factors, write_readings
-from wyfold.kernels.prepare.gluon.channel.gates import sum_gates, sum_sub_chunk_gates
-from wyfold.kernels.prepare.gluon.channel.grams import decayed_grams, store_norms
-from wyfold.kernels.prepare.gluon.channel.halves import erasing_grams
+from wyfold.kernels.prepare.gluon.channel.erase_gate import load_erase_gate
+from wyfold.kernels.prepare.gluon.channel.factors import store_pairs, write_factors, write_readings
+from wyfold.kernels.prepare.gluon.channel.gates import sum_gates
+from wyfold.kernels.prepare.gluon.channel.grams import decayed_grams
 from wyfold.kernels.prepare.gluon.channel.rows import load_beta, store_row_numbers
 from wyfold.kernels.prepare.gluon.channel.smem import allocate, init_barriers, load_gates, load_tokens
 from wyfold.tile.index.gluon import (
@@ -25,6 +25,7 @@ from wyfold.tile.index.gluon import (
     wait_for_launch_ahead,
 )
 from wyfold.tile.index.triton import TokenRows, chunk_span
+from wyfold.tile.inverse.gluon import invert_diagonal_blocks
 
 
 @gluon.jit(do_not_specialize=["N", "tiles", "T", "per_sequence", "clear", "with_w"])
@@ -66,7 +67,10 @@ def wyfold_prepare_channel_gluon(
     LOGIT: gl.constexpr = FLAGS.LOGIT
     ROWS: gl.constexpr = FLAGS.ROWS
     ERASES: gl.constexpr = FLAGS.ERASES
+    WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     HALF: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
+    SLIM: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
+    CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     ONE: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     start_next_launch()
     pid = gl.program_id(0)
@@ -111,37 +115,38 @@ def wyfold_prepare_channel_gluon(
         beta = load_beta(strength, i_b, i_t, i_hv, o, rows, LOGIT)
 
         at, i_hb = TokenRows(i_b, i_t, rows), i_hv // (HV // HB)
+        erase = load_erase_gate(tokens, at, i_hb, 0, FULL, BT, K)
         if USE_TMA:
             mbarrier.wait(gates_ready, phase)
         else:
             barrier()
-        # Rows in reach of their half's start; or, where writes erase nothing, anchors.
-        if ERASES:
-            n = sum_gates(G, smem, gate, tokens.total, i_tile, i_hv, rows, FULL, ACTIVATION, K)
-        else:
-            n = sum_sub_chunk_gates(G, smem, gate, tokens.total, i_tile, i_hv, rows, FULL, ACTIVATION, ERASES, K)
-        after = tile + gl.num_programs(0)
+        anchors = sum_gates(G, smem, gate, tokens.total, i_tile, i_hv, rows, FULL, ACTIVATION, K)
         store_row_numbers(tokens.rows, smem, beta, strength.erases, i_tile, o)
         if USE_TMA:
             mbarrier.wait(tokens_ready, phase)
-        if ERASES:
-            kk, kq, qk, phase = erasing_grams(
-                x_q, x_k, x_g, x_qd, x_kd, x_E, n, tokens, gate, at, T, i_hv, i_hb, smem, G, i_tile, tile, rows, phase,
-                HV // H, USE_TMA, FULL, ACTIVATION, NORM, ROWS, BT, K,
-            )  # fmt: skip
-        else:
-            r_k, r_q = store_norms(tokens, smem, tile, rows, FULL, NORM, BT, K)
-            barrier()
-            kk, kq, qk = decayed_grams(
-                x_qd, x_E, tokens, at, i_hb, smem, tile, rows, n, r_k, r_q, FULL, NORM, ROWS, ERASES, BT, K
-            )
+        grams = decayed_grams(
+            x_qd, x_kd if ERASES else x_E, tokens, at, i_hb, smem, tile, rows, anchors, erase,
+            FULL, NORM, ROWS, ERASES, BT, K,
+        )  # fmt: skip
+        after = tile + gl.num_programs(0)
         if TOKEN_FROM_PID:
             if after < tiles:
                 load_gates(x_g, gate.s_g, after // HV * BT, after % HV, gates_ready, G)
+        # -U and P^T, as bfloat16 pairs, overwrite the stored rows; the diagonal blocks of -U overwrite the border
+        # decays.
         if ERASES:
-            write_factors(kk, kq, qk, smem, strength.erases, n == BT, with_w, BT, K)
+            U = reinterpret(smem.keys, gl.bfloat16, [2 * BT, BT], WIDE)
+            PT = reinterpret(smem.queries, gl.bfloat16, [8, 16, BT], WIDE)
+            near = reinterpret(smem.border_decays, gl.float32, [2, 4, 16, 16], CUBE).index(0)
+            D = reinterpret(smem.border_decays, gl.bfloat16, [2, 2 * BT, 16], SLIM).index(1)
+            store_pairs(grams, smem, U, near, strength.erases, BT)
+            fence_async_shared()
+            barrier()
+            invert_diagonal_blocks(near, D, BT)
+            barrier()
+            write_factors(smem, U, PT, D, with_w, BT, K)
         else:
-            write_readings(kq, qk, smem, BT)
+            write_readings(grams, smem, BT)
         out_E = reinterpret(smem.gates, gl.bfloat16, [2, BT, K], HALF).index(0)
         out = quarters(smem.gates if ERASES else smem.border_decays, x_F, 4 if ERASES else 1)
         fence_async_shared()

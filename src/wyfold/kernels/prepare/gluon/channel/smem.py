@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from wyfold.kernels.prepare.gluon.channel.arguments import BK
-from wyfold.tile.index.gluon import barrier, tma_load, token_tile
+from wyfold.tile.index.gluon import barrier, tma_load
 
 
 class Smem(NamedTuple):
@@ -84,36 +84,3 @@ def load_tokens(x_k, s_k, x_q, s_q, token, i_h, tokens_ready, keys, queries):
     mbarrier.expect(tokens_ready, x_k.block_type.nbytes + x_q.block_type.nbytes)
     tma_load(x_k, [token, (i_h.to(gl.int64) * s_k[2]).to(gl.int32)], tokens_ready, keys)
     tma_load(x_q, [token, (i_h.to(gl.int64) * s_q[2]).to(gl.int32)], tokens_ready, queries)
-
-
-@gluon.jit
-def load_again(
-    x_q, x_k, x_g, tokens, gate, smem, G, at, T, i_hv, phase,
-    SHARED: gl.constexpr, USE_TMA: gl.constexpr, K: gl.constexpr,
-):  # fmt: skip
-    """Load the chunk's gates, k and q once more, after their decayed rows are stored, and wait for them.
-
-    Args:
-        at: Tokens of the chunk.
-        phase: Of both barriers.
-        SHARED: Value heads of a key head.
-
-    Returns:
-        The barriers' next phase.
-    """
-    BT: gl.constexpr = smem.gates.shape[0]
-    tma.store_wait(pendings=0)
-    barrier()
-    if USE_TMA:
-        token = (at.b * T + at.t).to(gl.int32)
-        load_gates(x_g, gate.s_g, token, i_hv, smem.gates_ready, G)
-        load_tokens(x_k, tokens.s_k, x_q, tokens.s_q, token, i_hv // SHARED, smem.tokens_ready, smem.keys, smem.queries)
-        phase = phase ^ 1
-        mbarrier.wait(smem.gates_ready, phase)
-        mbarrier.wait(smem.tokens_ready, phase)
-    else:
-        G.store(token_tile(x_g, gate.s_g, at, i_hv, K, BT).to(gl.float32))
-        smem.keys.store(token_tile(x_k, tokens.s_k, at, i_hv // SHARED, K, BT))
-        smem.queries.store(token_tile(x_q, tokens.s_q, at, i_hv // SHARED, K, BT))
-        barrier()
-    return phase
