@@ -795,6 +795,7 @@ PER_ARCHITECTURE: dict[str, tuple[Call | ServingCall | RankCall, ...]] = {
         Call("chunk_gla", options=GPU_CHUNKS, heads=1, scalar=True),
         Call("chunk_gla", options=GPU_CHUNKS, heads=128),
         Call("chunk_gla", K=256, V=512, heads=1),
+        Call("chunk_gated_delta_rule", K=256, V=256, options=(("chunk_size", 32),), wrt=("initial_state",)),
         Call("chunk_gated_delta_rule", V=64, options=GPU_CHUNKS, wrt=("initial_state",), segments=4),
         *(Call(f"fused_recurrent_{name}", options=(("state_v_first", True),)) for name in ("gated_delta_rule", "kda")),
         *(ServingCall("decode", "bfloat16", gate=gate) for gate in ("", "scalar", "channel")),
