@@ -40,7 +40,7 @@ CONFIGS = (
     (scalar.launch, Config(4, 1, {})),
     (scan, Config(4, 2, {"BV": 128, "PARTS": 2, "OUT": 1})),
     (scan_bwd, Config(4, 2, {"BV": 128, "PARTS": 2, "OUT": 1})),
-    (segment_fold, Config(8, 2, {"BV": 16})),
+    (segment_fold, Config(8, 2, {"BV": 8})),
     (forward.launch, Config(4, 2, {"BV": 128, "PARTS": 2})),
     (backward.launch, Config(4, 2, {"BV": 128, "PARTS": 2})),
     (channel_gradients, Config(4, 1, {})),
@@ -86,6 +86,7 @@ def on_the_emulator(configs: tuple[tuple[Any, Config], ...] = CONFIGS) -> Iterat
         for patch in (
             mock.patch.object(delta, "implementation_for", lambda options: chosen),
             mock.patch.object(table, "selected_module", lambda stage, *_: table.kernel_module(stage, "gluon")),
+            mock.patch.object(table, "selected_backend", lambda *_: "gluon"),
             mock.patch.object(KernelCall, "stage", in_triton),
             mock.patch.object(channel_gradients, "sum_over_chunks", sum_over_chunks),
             mock.patch.object(scalar_gradients, "sum_over_chunks", sum_over_chunks),

@@ -12,7 +12,7 @@ from wyfold.runtime.chunk_layout import Segments
 from wyfold.runtime.kernel_configs import Config
 
 K, V = 128, 32
-CONFIGS = [(16, 2), (16, 3), (32, 3)]
+CONFIGS = [(8, 2), (8, 3), (16, 3)]
 TWO_PARTS = 2.0**-16
 CASES = cases([False, True], CONFIGS)
 

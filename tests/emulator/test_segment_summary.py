@@ -13,7 +13,7 @@ from tests.emulator.machine import Machine
 from torch import Tensor
 
 from wyfold.kernels.segment_summary.gluon import backward, forward
-from wyfold.runtime.chunk_layout import Cut, Segments, segment_grid
+from wyfold.runtime.chunk_layout import Cut, EvenSegments, Segments, chunk_grid, even_segments, segment_grid
 from wyfold.runtime.kernel_configs import Config, LaunchKey
 
 SCALE = 0.25
@@ -29,6 +29,14 @@ def packed(form: tuple[Any, ...], lengths: list[int], **shape: Any) -> tuple[Cal
     cu = [0, *accumulate(lengths)]
     call = draw(*form, T=cu[-1] + 5, cu=cu, **shape)
     return call, segment_grid(call.grid, Cut(1, 3), torch.device("cpu"))
+
+
+def even(sequences: int, tokens: int) -> tuple[Call, Segments, EvenSegments]:
+    """Sequences of equal lengths, in segments of three chunks with tables, and as those of a dense batch without."""
+    cu = [n * tokens for n in range(sequences + 1)]
+    call, cut = draw("scalar", False, T=cu[-1], cu=cu), Cut(3, 7)
+    dense = even_segments(chunk_grid(sequences, tokens, C, None), cut)
+    return call, segment_grid(call.grid, cut, torch.device("cpu")), dense
 
 
 def pieces(segments: Segments):
@@ -96,6 +104,16 @@ def test_summary_bwd(case):
 
 def test_summary_bwd_without_a_final_gradient():
     graded(Machine(), CONFIGS[0], *packed(FORMS[0], [5 * C - 1, 0, 6 * C], given=False))
+
+
+@pytest.mark.parametrize("tokens", [14 * C, 13 * C + 5])
+def test_even_segments(tokens: int):
+    """Segments of a dense batch, whose tables the kernel computes, have the bits of those in tables."""
+    call, segments, dense = even(2, tokens)
+    want = summary(Machine(), CONFIGS[0], call, segments, horizon=False)
+    got = summary(Machine(), CONFIGS[0], call, dense, horizon=False)
+    assert dense.borders == 8 and (want[0][:8] != UNWRITTEN).all()
+    assert all(torch.equal(x, y[:8]) for x, y in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[2]], ids=str)
@@ -200,7 +218,12 @@ def graded(
 
 
 def summary(
-    machine: Machine, config: tuple[dict[str, int], int], call: Call, segments: Segments, *, horizon: bool
+    machine: Machine,
+    config: tuple[dict[str, int], int],
+    call: Call,
+    segments: Segments | EvenSegments,
+    *,
+    horizon: bool,
 ) -> tuple[Tensor, Tensor]:
     """H and M of `segment_summary`."""
     shape = segments.borders, call.v.shape[2]

@@ -4,7 +4,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wyfold.runtime.chunk_layout import ChunkTable, chunk_grid, dense_table, packed_table
+from wyfold.runtime.chunk_layout import (
+    WITHOUT_TABLES,
+    ChunkTable,
+    chunk_grid,
+    dense_table,
+    packed_table,
+    without_tables,
+)
 
 sizes = st.sampled_from([1, 4, 16])
 
@@ -109,3 +116,13 @@ def test_illegal_boundaries_make_a_legal_grid():
 def test_a_dense_grid_needs_no_device():
     grid = chunk_grid(3, 33, 16, None)
     assert (grid.chunks, grid.per_sequence, grid.sequences) == (9, 3, 3) and grid.cu is None
+
+
+def test_gluon_kernels_of_a_dense_batch_need_no_tables():
+    stages, gluon = (
+        ("segment_grid", "prepare", "segment_summary", "segment_fold", "scan"),
+        dict.fromkeys(WITHOUT_TABLES, "gluon"),
+    )
+    assert without_tables(stages, gluon) == stages[1:]
+    assert without_tables(("chunk_grid", *stages), gluon) == ("chunk_grid", *stages)
+    assert without_tables(stages, gluon | {"scan": "triton"}) == stages

@@ -9,7 +9,8 @@ direction, run
                 segment_grid, segment_summary, segment_fold: states, or their gradients, at the segments' borders
 
 In the forward of a dense batch, whose segments all run at once, these launches follow one another on one stream. On
-Hopper each starts before the one ahead of it has ended (`kernel_launch.overlapping_launches`). Otherwise
+Hopper each starts before the one ahead of it has ended (`kernel_launch.overlapping_launches`), and there is no
+`segment_grid`: Gluon kernels compute the tables from sizes (`EvenSegments`). Otherwise
 `segment_summary`, `segment_fold` and the scan that reads their results run on a high-priority side stream. Meanwhile
 the main stream runs what needs no fold: in the forward the scan of the segments that begin a sequence, in the backward
 the half of `scan_bwd` that recomputes states. A backward with much memory at the chunks' borders takes some heads after
@@ -86,8 +87,7 @@ def forward(
             entering = copied
         if copy is not None and dense:
             copy()
-        if call.segment_grid is not None:
-            call.segments = call.segment_grid()
+        call.segments = call.forward_segments(result)
         if copy is None or dense:
             prepared = prepare()
         else:

@@ -15,7 +15,7 @@ from wyfold.autograd.row_alignment import aligned, contiguous_for_tma
 from wyfold.kernels import table
 from wyfold.kernels.records import Prepared
 from wyfold.runtime import check, kernel_launch
-from wyfold.runtime.chunk_layout import ChunkGrid, Segments
+from wyfold.runtime.chunk_layout import WITHOUT_TABLES, ChunkGrid, EvenSegments, Segments, even_segments
 from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.options import DeltaOptions
@@ -57,7 +57,7 @@ class KernelCall:
                 self.t = self.t._replace(**rows)
         # Kernels read these few numbers as contiguous arrays.
         self.A_log, self.dt_bias = (None if x is None else x.contiguous() for x in (t.A_log, t.dt_bias))
-        self.segments: Segments | None = None
+        self.segments: Segments | EvenSegments | None = None
 
     @property
     def chunk_grid(self) -> Callable[[], ChunkGrid]:
@@ -78,6 +78,18 @@ class KernelCall:
     def scan_grid(self) -> ChunkGrid:
         """Grid of the scans: the segments' if sequences are cut, else the sequences'."""
         return self.grid if self.segments is None else self.segments.grid
+
+    def forward_segments(self, result: DeltaResult) -> Segments | EvenSegments | None:
+        """The segments of a forward, or None; without a launch if the batch is dense and all kernels are Gluon's."""
+        if self.segment_grid is None:
+            return None
+        if self.t.cu_seqlens is None:
+            keys = self.key._replace(launch="fwd"), self.key, self.scan_key(result)
+            stages = zip(WITHOUT_TABLES, keys, strict=True)
+            device, backend = self.t.q.device, self.options.backend
+            if all(table.selected_backend(stage, backend, key, device) == "gluon" for stage, key in stages):
+                return even_segments(self.grid, self.options.cut)
+        return self.segment_grid()
 
     def overlapping_launches(self) -> contextlib.AbstractContextManager[None]:
         """Context of a forward: of a dense batch in segments, on Hopper, each launch starts before the last ends."""
@@ -159,7 +171,7 @@ class KernelCall:
             divided: Indices of the sequences to fold; None: all that are cut.
         """
         segments = self.segments
-        if divided is not None and segments is not None:
+        if divided is not None and isinstance(segments, Segments):
             segments = replace(segments, divided=divided)
         fold = table.selected_module("segment_fold", self.options.backend, self.key, self.t.k.device).segment_fold
         fold(states.mT, maps.mT, segments, reverse=reverse, dtype=self.t.k.dtype)

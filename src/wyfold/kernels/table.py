@@ -24,6 +24,7 @@ from wyfold.kernels.trial import Trial
 from wyfold.runtime import check, kernel_configs, triton_support
 from wyfold.runtime.check import UnsupportedError
 from wyfold.runtime.choices import BACKENDS
+from wyfold.runtime.chunk_layout import without_tables
 from wyfold.runtime.kernel_configs import LaunchKey
 from wyfold.runtime.plan import Launch, Plan, announce_plan, explaining
 from wyfold.runtime.torch_ops import constant_to_compilers
@@ -219,15 +220,15 @@ def _with_kernels(
     """
     architecture = triton_support.architecture(device)
     backends = [selected_backend(stage, plan.backend, key, device) for stage, key in keys]
-    named = zip(keys, backends, strict=True)
     rows = tuple(
         [
             Launch(stage, str(key), kernel_configs.row(architecture, f"{stage}.{name}", key))
-            for (stage, key), name in named
+            for (stage, key), name in zip(keys, backends, strict=True)
         ]
     )
     by_stage = [(stage, name) for (stage, _), name in zip(keys, backends, strict=True)]
-    forward_entries = _launched_entries(forward, plan.backend, dict(by_stage[::-1]), kept)
+    selected = dict(by_stage[::-1])
+    forward_entries = _launched_entries(without_tables(forward, selected), plan.backend, selected, kept)
     backward_entries = _launched_entries(backward, plan.backend, dict(by_stage))
     stage_keys = dict(keys[::-1])
     uncompiled = []
@@ -237,9 +238,8 @@ def _with_kernels(
         found = kernel_configs.compiled(module, device).items()
         uncompiled += [name for name, ready in found if not ready and (used is None or name in used)]
     # In a module with the kernels of several operators, the keys are kernel names.
-    operator_kernels = [
-        name for name in uncompiled if name in {f"wyfold_{key.launch}_{plan.backend}" for _, key in keys}
-    ]
+    named = {f"wyfold_{key.launch}_{plan.backend}" for _, key in keys}
+    operator_kernels = [name for name in uncompiled if name in named]
     plan = dataclasses.replace(plan, forward=_launch_names(forward_entries), backward=_launch_names(backward_entries))
     return dataclasses.replace(plan, rows=rows, compiles=tuple(dict.fromkeys(operator_kernels or uncompiled)))
 

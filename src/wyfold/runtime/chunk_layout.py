@@ -6,11 +6,13 @@ column: column j holds the j-th chunk of every sequence that has one, longest se
 columns, and the sequences that are not finished are always a prefix of the states.
 
 `ChunkGrid` and `Segments` describe a whole call for the kernels. They are made on the device, without waiting for it.
+`EvenSegments` are those of a dense batch, for kernels that need no tables.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -255,6 +257,23 @@ class Segments:
     expected: int
 
 
+@dataclass(frozen=True)
+class EvenSegments:
+    """Segments of a dense batch for kernels that compute the tables of `Segments` from sizes. It needs no launch.
+
+    Attributes:
+        grid: Chunk grid of the buffer whose sequences are the segments, without tables.
+        sequences, borders, expected: As in `Segments`.
+        length: Chunks of every segment but the last one of a sequence, which may have fewer.
+    """
+
+    grid: ChunkGrid
+    sequences: int
+    borders: int
+    expected: int
+    length: int
+
+
 def max_borders(batch: int, tokens: int, chunk_size: int, packed: bool, cut: Cut) -> int:
     """Number of borders of a dense batch, or an upper bound for a packed batch; from sizes alone."""
     if not packed:
@@ -297,6 +316,30 @@ def in_chunks_of(segments: Segments, longer: ChunkGrid, grid: ChunkGrid) -> Segm
         first = first * ratio + segments.sequence * (grid.per_sequence - ratio * longer.per_sequence)
     buffer = replace(segments.grid, chunk_size=grid.chunk_size, chunks=grid.chunks, first=first)
     return replace(segments, grid=buffer)
+
+
+WITHOUT_TABLES = ("segment_summary", "segment_fold", "scan")
+"""Stages of a forward that have no tables of a dense batch's segments, if all of them are Gluon kernels."""
+
+
+def without_tables(stages: tuple[str, ...], backends: Mapping[str, str]) -> tuple[str, ...]:
+    """The stages of a forward, without `segment_grid` if no kernel needs it.
+
+    Args:
+        stages: Names of the stages in order, with `chunk_grid` for a packed batch.
+        backends: Stage -> backend of its kernel.
+    """
+    if "chunk_grid" in stages or any(backends.get(stage) != "gluon" for stage in WITHOUT_TABLES):
+        return stages
+    return tuple([stage for stage in stages if stage != "segment_grid"])
+
+
+def even_segments(grid: ChunkGrid, cut: Cut) -> EvenSegments:
+    """Segments of a dense batch, from its chunk grid."""
+    N, chunks = grid.sequences, grid.per_sequence
+    count = N * cut.segments(chunks)
+    buffer = replace(grid, batch=1, tokens=grid.batch * grid.tokens, sequences=count)
+    return EvenSegments(buffer, N, count - N, count, cut.length(chunks))
 
 
 def segment_grid(grid: ChunkGrid, cut: Cut, device: torch.device) -> Segments:

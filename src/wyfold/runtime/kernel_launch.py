@@ -243,9 +243,10 @@ def overlapping_launches() -> Iterator[None]:
     """Start this thread's launches before the ones ahead of them have ended (programmatic dependent launch).
 
     Only the kernels of `WAITING` start early. Each of them waits for the end of the launch ahead before it reads what
-    that launch wrote, and ends after it. So when a launch starts, everything before the one ahead of it has ended: it
-    may read the results of these launches at once. The first launch inside starts as always, and so does every launch
-    on another stream. The GPU is Hopper or newer.
+    that launch wrote, and ends after it. `segment_summary` and `segment_fold` let the next launch start only after this
+    wait: `segment_fold` and `scan` may read at once what launches before the one ahead wrote. `prepare` lets it start
+    at once. The first launch inside starts as always, and so does every launch on another stream. The GPU is Hopper or
+    newer.
     """
     _thread.overlap = 0
     try:

@@ -17,6 +17,7 @@ class Sizes(NamedTuple):
         OUT: Buffers per part for what TMA stores.
         IN_PLACE: Whether TMA stores from the stage's values, which `x_free` then frees.
         ADDS: Whether erasing rows are negative, as those of the low-rank rules: what they read is added, unscaled.
+        EVEN: Whether sequences are `EvenSegments`.
     """
 
     H: int
@@ -34,6 +35,7 @@ class Sizes(NamedTuple):
     OUT: int = 0
     IN_PLACE: bool = False
     ADDS: bool = False
+    EVEN: bool = False
 
 
 class Span(NamedTuple):

@@ -14,8 +14,14 @@ from wyfold.tile.index.triton import sequence_span
 @gluon.jit
 def span_of(i_n, i_hv, i_v, packing, T, per_sequence, SIZES: gl.constexpr):
     """Chunks of sequence i_n of the grid."""
-    BT: gl.constexpr = SIZES.BT
     i_c, b, t, length = sequence_span(i_n, packing, T, per_sequence, SIZES.PACKED)
+    return span_at(i_c, b, t, length, i_hv, i_v, T, SIZES)
+
+
+@gluon.jit
+def span_at(i_c, b, t, length, i_hv, i_v, T, SIZES: gl.constexpr):
+    """The chunks from chunk i_c on, of `length` tokens from token t of row b on."""
+    BT: gl.constexpr = SIZES.BT
     steps = (length // BT).to(gl.int32)
     tail_rows = (length - steps.to(gl.int64) * BT).to(gl.int32)
     column = (i_v * SIZES.BV).to(gl.int32)

@@ -39,7 +39,7 @@ from wyfold.kernels.records import Prepared, Slots
 from wyfold.kernels.scan.gluon.kernel import Tokens, wyfold_scan_gluon
 from wyfold.kernels.scan.triton import scan_key, sequences_to_run, slot_arguments
 from wyfold.kernels.scan.triton.arguments import States, segment_tables
-from wyfold.runtime.chunk_layout import ChunkGrid, Segments
+from wyfold.runtime.chunk_layout import ChunkGrid, EvenSegments, Segments
 from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
@@ -60,7 +60,7 @@ def scan(
     final_state: Tensor | None,
     states: Tensor | None,
     first_state: Tensor | None,
-    segments: Segments | None = None,
+    segments: Segments | EvenSegments | None = None,
     borders: Tensor | None = None,
     from_borders: bool | None = None,
     slots: Slots | None = None,
@@ -79,7 +79,8 @@ def scan(
     if prepared.q is None:
         q, k = tma_readable(q, C, K), tma_readable(k, C, K)
     v, out_rows = tma_readable(v, C, BV // parts), tma_readable(o, C, BV // parts)
-    folded = prepared.E is not None
+    folded, even = prepared.E is not None, isinstance(segments, EvenSegments)
+    per_sequence = segments.length if isinstance(segments, EvenSegments) else grid.per_sequence
     squares = (None, prepared.F) if folded else (prepared.W, prepared.FB)
     x_q, x_k, x_v, x_o, x_rows, x_total, x_E, x_W, x_F = chunk_descriptors(
         "scan", q, k, (v, out_rows), prepared, squares, C, BV // parts
@@ -103,7 +104,7 @@ def scan(
         N=0 if segments is None else segments.sequences,
         shift=shift,
         T=grid.tokens,
-        per_sequence=grid.per_sequence,
+        per_sequence=per_sequence,
         scale=options.scale,
         SIZES=Sizes(
             H=H,
@@ -120,6 +121,7 @@ def scan(
             ERASES=options.erases,
             OUT=out,
             IN_PLACE=out == 0,
+            EVEN=even,
         ),
         **slot_arguments(slots),
         **config.options(),

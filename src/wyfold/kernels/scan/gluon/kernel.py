@@ -14,13 +14,14 @@ from wyfold.kernels.pipeline.gluon import (
     computed,
     produce,
     ring_of,
+    span_at,
     span_of,
     specialize,
 )
 from wyfold.kernels.scan.gluon.consumer import Globals, Smem, consumer
 from wyfold.tile.index.gluon import clear_tokens
 from wyfold.tile.index.triton import TokenRows
-from wyfold.tile.index.triton.slots import segment_coords, slot_coords
+from wyfold.tile.index.triton.slots import even_segment, segment_coords, slot_coords
 
 
 class Tokens(NamedTuple):
@@ -91,12 +92,16 @@ def wyfold_scan_gluon(
     if segments.selected is not None:
         i_n = gl.load(segments.selected + i_n) + shift
     # Before the loads that say where the states are: those of the chunks do not wait for them.
-    span = span_of(i_n, i_hv, i_v, packing, T, per_sequence, SIZES)
     i_border, begins, ends, i_to = i_n, None, None, None
+    if SIZES.EVEN:
+        i_c, t, length, i_n, i_border, begins, ends = even_segment(i_n, N, T, per_sequence, BT)
+        span = span_at(i_c, i_c * 0, t, length, i_hv, i_v, T, SIZES)
+    else:
+        span = span_of(i_n, i_hv, i_v, packing, T, per_sequence, SIZES)
     if segments.sequence is not None:
         i_n, i_border, begins, ends = segment_coords(i_n, segments.sequence, segments.first, N)
     if slots is not None:
-        if segments.sequence is None:
+        if segments.sequence is None and not SIZES.EVEN:
             i_n, begins, i_to, ends, live = slot_coords(
                 i_n, pool.source, s_source, pool.target, s_target, pool.given, slots, pad
             )  # fmt: skip

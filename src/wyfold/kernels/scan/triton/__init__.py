@@ -27,7 +27,7 @@ from torch import Tensor
 from wyfold.kernels.records import Prepared, Slots
 from wyfold.kernels.scan.triton.arguments import Flags, Pool, Sizes, States, Tokens, segment_tables
 from wyfold.kernels.scan.triton.kernel import wyfold_scan_triton
-from wyfold.runtime.chunk_layout import ChunkGrid, Segments
+from wyfold.runtime.chunk_layout import ChunkGrid, EvenSegments, Segments
 from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned, with_occupancy_hint
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
@@ -171,13 +171,13 @@ def slot_arguments(slots: Slots | None) -> dict[str, Any]:
 
 
 def sequences_to_run(
-    grid: ChunkGrid, segments: Segments | None, from_borders: bool | None
+    grid: ChunkGrid, segments: Segments | EvenSegments | None, from_borders: bool | None
 ) -> tuple[Tensor | None, int, int]:
     """Which of the grid's sequences a launch runs, as a tensor and an offset for the kernels, and their count.
 
     Unused borders select segments without a token.
     """
-    if segments is None or from_borders is None:
+    if from_borders is None or not isinstance(segments, Segments):
         return None, 0, grid.sequences
     return (segments.leading, 1, segments.borders) if from_borders else (segments.first, 0, segments.sequences)
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from wyfold.runtime.chunk_layout import Segments
+from wyfold.runtime.chunk_layout import EvenSegments, Segments
 from wyfold.tile.index.triton import strides
 
 
@@ -55,8 +55,8 @@ class SegmentTables(NamedTuple):
 
     Attributes:
         borders, s_borders: States at the borders of segments, and their strides.
-        sequence: Sequence of each segment.
-        first: First segment of each sequence.
+        sequence: Sequence of each segment; None for `EvenSegments`.
+        first: First segment of each sequence; None for `EvenSegments`.
         selected: Segments that the launch runs; None for all.
     """
 
@@ -68,9 +68,11 @@ class SegmentTables(NamedTuple):
     end: None = None
 
 
-def segment_tables(segments: Segments | None, borders: Tensor | None, selected: Tensor | None) -> SegmentTables:
+def segment_tables(
+    segments: Segments | EvenSegments | None, borders: Tensor | None, selected: Tensor | None
+) -> SegmentTables:
     """The segments of a call as a kernel argument. borders, selected: As in `SegmentTables`."""
-    if segments is None:
+    if not isinstance(segments, Segments):
         return SegmentTables(borders, strides(borders), None, None, selected)
     return SegmentTables(borders, strides(borders), segments.sequence, segments.first, selected)
 

@@ -84,7 +84,7 @@ def segment_summary(
         bounds=Bounds.of(prepared, horizon=horizon),
         tokens=Tokens(s_k=None if channel else k.stride(), s_v=v.stride(), W=W),
         maps=with_strides(Maps, S0=initial_state, H=H, M=M),
-        segments=SegmentIndex(sequence=segments.sequence, first=segments.first, leading=segments.leading),
+        segments=SegmentIndex.of(segments),
         packing=Packing(cu=grid.cu, first=grid.first),
         N=segments.sequences,
         T=grid.tokens,
@@ -167,7 +167,7 @@ def segment_summary_bwd(
             s_q=None if channel else q.stride(), s_k=None if channel else k.stride(), s_do=do.stride(), F=F, W=W
         ),
         gradients=with_strides(Gradients, dST=dST, c=c),
-        segments=SegmentIndex(sequence=segments.sequence, first=segments.first, leading=segments.leading),
+        segments=SegmentIndex.of(segments),
         packing=Packing(cu=grid.cu, first=grid.first),
         N=segments.sequences,
         T=grid.tokens,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from wyfold.kernels.records import Prepared
+from wyfold.runtime.chunk_layout import EvenSegments, Segments
 
 
 class Tokens(NamedTuple):
@@ -83,7 +84,7 @@ class Bounds(NamedTuple):
 
 
 class SegmentIndex(NamedTuple):
-    """Kernel argument: which segments there are.
+    """Kernel argument: which segments there are; all None for `EvenSegments`.
 
     Attributes:
         sequence: Sequence of each segment.
@@ -94,3 +95,9 @@ class SegmentIndex(NamedTuple):
     sequence: Any
     first: Any
     leading: Any
+
+    @classmethod
+    def of(cls, segments: Segments | EvenSegments) -> SegmentIndex:
+        if isinstance(segments, EvenSegments):
+            return cls(None, None, None)
+        return cls(segments.sequence, segments.first, segments.leading)

@@ -49,13 +49,16 @@ def _channels_in_reach(bounds, i_tile, step, count, ERASES: gl.constexpr, BT: gl
 def _numbers_in_reach(p_total, p_rows, i_tile, step, count, BT: gl.constexpr):
     """`numbers_in_reach` of the Triton kernels."""
     L: gl.constexpr = gl.BlockedLayout([1, BT // 32], [1, 32], [gl.num_warps(), 1], [1, 0])
-    reach = _decayed_after(p_total, i_tile, step, count)
-    needed = gl.where(reach < count, reach, 0)
     o_t = gl.arange(0, BT, layout=gl.SliceLayout(0, L))[None, :]
     p_beta = p_rows + i_tile.to(gl.int64) * (4 * BT) + 3 * BT + o_t
-    most = gl.zeros([ROWS, BT], gl.float32, L)
-    for i in range(0, needed, ROWS):
-        chunk = (i + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)))[:, None]
+    first = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))[:, None]
+    # Loaded with the decays, before it is known how many chunks are needed.
+    beta = gl.load(p_beta + first * step * (4 * BT), mask=first < count, other=1.0)
+    reach = _decayed_after(p_total, i_tile, step, count)
+    needed = gl.where(reach < count, reach, 0)
+    most = gl.where(first < needed, gl.abs(beta - 1.0), 0.0)
+    for i in range(ROWS, needed, ROWS):
+        chunk = i + first
         beta = gl.load(p_beta + chunk * step * (4 * BT), mask=chunk < needed, other=1.0)
         most = gl.maximum(most, gl.abs(beta - 1.0))
     return gl.where(gl.max(gl.max(most, 1), 0) <= 1.0, reach, count)

@@ -20,6 +20,32 @@ def segment_coords(i_s, p_sequence, p_first, N):
 
 
 @triton.jit
+def even_segment(i_s, N, T, length, BT: tl.constexpr):
+    """Chunks and coordinates of segment i_s of `EvenSegments`: N sequences of T tokens in all, `length` chunks each.
+
+    Returns:
+        First chunk, first token and number of tokens; then what `segment_coords` returns.
+    """
+    tokens = (T // N).to(tl.int32)
+    chunks = (tokens + (BT - 1)) // BT
+    count = (chunks + (length - 1)) // length
+    i_s = i_s.to(tl.int32)
+    i_n = i_s // count
+    i = i_s - i_n * count
+    t, i_n = i * (length * BT), i_n.to(tl.int64)
+    i_c, rows = i_n * chunks + i * length, tl.minimum(length * BT, tokens - t)
+    return i_c, i_n * tokens + t, rows.to(tl.int64), i_n, i_s - i_n, i == 0, i == count - 1
+
+
+@triton.jit
+def even_leading(i_border, N, T, length, BT: tl.constexpr):
+    """Segment of `EvenSegments` before a border."""
+    chunks = ((T // N).to(tl.int32) + (BT - 1)) // BT
+    i_border = i_border.to(tl.int32)
+    return i_border + i_border // ((chunks + (length - 1)) // length - 1)
+
+
+@triton.jit
 def slot_coords(i_n, p_source, s_source, p_target, s_target, p_given, slots, pad):
     """Pool slots of sequence i_n, under the rules of `Slots`.
 

@@ -60,7 +60,7 @@ def segment_summary_bwd(
         bounds=Bounds.of(prepared, horizon=horizon),
         heads=Heads(h_q=q.stride(2), h_k=k.stride(2), h_do=do.stride(2)),
         gradients=with_strides(Gradients, dST=dST, c=c),
-        segments=SegmentIndex(sequence=segments.sequence, first=segments.first, leading=segments.leading),
+        segments=SegmentIndex.of(segments),
         packing=Packing(cu=grid.cu, first=grid.first),
         N=segments.sequences,
         T=grid.tokens,

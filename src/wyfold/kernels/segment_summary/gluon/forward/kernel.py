@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from wyfold.kernels.pipeline.gluon import ChunkInputs, after, computed, ring_of, span_of, specialize
+from wyfold.kernels.pipeline.gluon import ChunkInputs, after, computed, ring_of, span_at, span_of, specialize
 from wyfold.kernels.segment_summary.gluon.forward.consumer import Globals, consumer
 from wyfold.kernels.segment_summary.gluon.forward.producer import producer
 from wyfold.kernels.segment_summary.gluon.forward.zeros import Smem, write_flag
 from wyfold.tile.decay.horizon.gluon import chunks_in_reach
 from wyfold.tile.index.gluon import start_next_launch, wait_for_launch_ahead
-from wyfold.tile.index.triton.slots import segment_coords
+from wyfold.tile.index.triton.slots import even_leading, even_segment, segment_coords
 
 
 class Heads(NamedTuple):
@@ -43,9 +43,9 @@ class Coords(NamedTuple):
     begins: Any
 
 
-@gluon.jit(do_not_specialize=["N", "T"])
+@gluon.jit(do_not_specialize=["N", "T", "length"])
 def wyfold_segment_summary_gluon(
-    x_k, x_v, x_rows, x_total, x_write, bounds, heads, maps, segments, packing, N, T, SIZES: gl.constexpr
+    x_k, x_v, x_rows, x_total, x_write, bounds, heads, maps, segments, packing, N, T, length, SIZES: gl.constexpr
 ):
     """One program owns BV value rows of H or M; the tiles of a head are neighbours, so that they share k in L2.
 
@@ -55,19 +55,27 @@ def wyfold_segment_summary_gluon(
     HV: gl.constexpr = SIZES.HV
     NV: gl.constexpr = SIZES.V // SIZES.BV
     NK: gl.constexpr = SIZES.K // SIZES.BV
-    wait_for_launch_ahead()
-    start_next_launch()
     pid = gl.program_id(0).to(gl.int64)
     of_M = gl.num_programs(0) // (NV + NK) * NV
     of_H = (pid < of_M).to(gl.int32)
     pid = gl.where(of_H != 0, pid, pid - of_M)
     width = gl.where(of_H != 0, NV, NK)
-    i_v, i_hv, i_s = pid % width, (pid // width) % HV, gl.load(segments.leading + pid // (width * HV))
+    i_v, i_hv, i_border = pid % width, (pid // width) % HV, pid // (width * HV)
     i_h = i_hv // (HV // SIZES.H)
-    i_n, i_border, begins, ends = segment_coords(i_s, segments.sequence, segments.first, N)
+    if SIZES.EVEN:
+        i_s = even_leading(i_border, N, T, length, SIZES.BT)
+        i_c, t, tokens, i_n, i_border, begins, ends = even_segment(i_s, N, T, length, SIZES.BT)
+        span = span_at(i_c, i_c * 0, t, tokens, i_hv, i_v, T, SIZES)
+        wait_for_launch_ahead()
+    else:
+        wait_for_launch_ahead()
+        i_s = gl.load(segments.leading + i_border)
+        i_n, i_border, begins, ends = segment_coords(i_s, segments.sequence, segments.first, N)
+        span = span_of(i_s, i_hv, i_v, packing, T, 0, SIZES)
+    start_next_launch()
     needed = ((i_n < N) & (ends == 0)).to(gl.int32)
     # The first segment needs no M: its entering state is known.
-    span = computed(span_of(i_s, i_hv, i_v, packing, T, 0, SIZES), needed * gl.where(begins, of_H, 1))
+    span = computed(span, needed * gl.where(begins, of_H, 1))
     if bounds.rows is not None:
         last = span.tile + (span.steps - 1) * HV
         reach = chunks_in_reach(bounds, last, -HV, span.steps, SIZES)

@@ -8,7 +8,7 @@ from wyfold.kernels.pipeline.gluon import Sizes, chunk_descriptors
 from wyfold.kernels.records import Prepared
 from wyfold.kernels.segment_summary.gluon.forward.kernel import Heads, wyfold_segment_summary_gluon
 from wyfold.kernels.segment_summary.triton.arguments import Bounds, Maps, SegmentIndex
-from wyfold.runtime.chunk_layout import Segments
+from wyfold.runtime.chunk_layout import EvenSegments, Segments
 from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
@@ -21,7 +21,7 @@ def segment_summary(
     v: Tensor,
     prepared: Prepared,
     initial_state: Tensor | None,
-    segments: Segments,
+    segments: Segments | EvenSegments,
     options: DeltaOptions,
     key: LaunchKey,
     H: Tensor,
@@ -41,6 +41,7 @@ def segment_summary(
         k = tma_readable(k, grid.chunk_size, K)
     v = tma_readable(v, grid.chunk_size, BV // parts)
     folded = prepared.E is not None
+    length = segments.length if isinstance(segments, EvenSegments) else 0
     _, x_k, x_v, x_rows, x_total, x_E, x_W = chunk_descriptors(
         "segment_summary", None, k, (v,), prepared, (None if folded else prepared.W,), grid.chunk_size, BV // parts
     )
@@ -55,10 +56,11 @@ def segment_summary(
         bounds=Bounds.of(prepared, horizon=horizon),
         heads=Heads(h_k=k.stride(2), h_v=v.stride(2)),
         maps=with_strides(Maps, S0=initial_state, H=H, M=M),
-        segments=SegmentIndex(sequence=segments.sequence, first=segments.first, leading=segments.leading),
+        segments=SegmentIndex.of(segments),
         packing=Packing(cu=grid.cu, first=grid.first),
         N=segments.sequences,
         T=grid.tokens,
+        length=length,
         SIZES=Sizes(
             H=HK,
             HV=HV,
@@ -68,10 +70,11 @@ def segment_summary(
             BV=BV,
             PARTS=parts,
             STAGES=config.stages,
-            PACKED=True,
+            PACKED=not length,
             CHANNEL=prepared.q is not None,
             FOLDED=folded,
             ERASES=options.erases,
+            EVEN=length > 0,
         ),
         **config.options(),
     )
