@@ -15,11 +15,11 @@ from torch import Tensor
 import wyfold
 from wyfold.autograd import delta_eager_segments, workspace
 from wyfold.kernels import table
-from wyfold.ops.delta_plan import call_cut
+from wyfold.ops.delta_plan import call_cut, known_short
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 from wyfold.runtime import segment_rule
-from wyfold.runtime.chunk_layout import CUT_FROM, SHORT, Cut
+from wyfold.runtime.chunk_layout import CUT_FROM, MANY, SHORT, Cut
 
 RULES = ("delta_rule", "gated_delta_rule", "kda")
 COUNTS = (2, 3, 4, 8, 16)
@@ -212,6 +212,11 @@ H200 = 132
         (8, 128, segment_rule.SHORTEST - 63, 8),
         (8, 128, segment_rule.SHORTEST, 8),
         (8, 128, segment_rule.SHORTEST + 1, 8),
+        (4, 128, segment_rule.SHORTEST // 2 - 64, 1),
+        (4, 128, segment_rule.SHORTEST // 2 - 63, 8),
+        (2, 128, segment_rule.SHORTEST // 2, 8),
+        (4, 128, 3000, 8),
+        (5, 128, segment_rule.SHORTEST // 2, 1),
     ],
 )
 def test_the_rule_on_a_card(heads: int, V: int, T: int, segments_of_it: int):
@@ -252,7 +257,18 @@ def test_no_measured_call_loses_to_whole_sequences():
         gained += count > 1
         for taken, whole in zip(found[count], found[1], strict=True):
             assert taken <= 1.02 * whole, (family, B, T, H, HV, gate, count)
-    assert (gained, len(times)) == (66, 134)
+    assert (gained, len(times)) == (74, 134)
+
+
+@pytest.mark.parametrize(
+    "heads, longest, known", [(8, 4032, True), (8, 4033, False), (4, 1985, False), (4, 1984, True)]
+)
+def test_the_host_knows_short_sequences(heads: int, longest: int, known: bool):
+    """A layout knows the longest sequence. How long a sequence has to be depends on the heads of v."""
+    layout = wyfold.SequenceLayout.from_lengths([longest, 100], tokens=5000)
+    q, v = torch.zeros(1, 5000, 1, 8), torch.zeros(1, 5000, heads, 128)
+    assert known_short("op", q, v, layout, None) == known
+    assert known_short("op", q, None, layout, None) == (longest <= 1984)
 
 
 def test_a_full_batch_is_not_cut():
@@ -308,4 +324,5 @@ def test_segments_are_no_shorter_than_asked(cut: Cut):
         assert 1 <= count <= cut.most
         few = SHORT if cut.most >= SHORT else 1
         assert count <= few or chunks >= (count - 1) * cut.chunks + 1
-        assert (count > 1) == (chunks >= CUT_FROM * cut.chunks)
+        assert (count > 1) == (chunks >= cut.fewest)
+        assert cut.fewest == CUT_FROM * cut.chunks // (2 if cut.most >= MANY and cut.chunks > 1 else 1)

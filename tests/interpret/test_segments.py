@@ -261,7 +261,7 @@ def test_both_directions_by_opcheck(device, recorded, results):
 
 def test_lengths_known_to_the_host(device, results, monkeypatch):
     """A long buffer is planned without segments if the host knows that its sequences are short; same bits."""
-    monkeypatch.setattr(segment_rule, "SHORTEST", 128)
+    monkeypatch.setattr(segment_rule, "SHORTEST", 256)
     lengths = (128 - 64, 20, 60)
     a = packed("gated_delta_rule", lengths, device)
     told = {"cu_seqlens": wyfold.SequenceLayout.from_lengths(list(lengths), device=device)}
@@ -279,7 +279,7 @@ def test_lengths_known_to_the_host(device, results, monkeypatch):
 
 @pytest.mark.parametrize("length, count", [(112, 1), (113, 8), (128, 8)])
 def test_a_sequence_alone_is_counted_by_chunks_like_a_packed_one(length: int, count: int, device, results, monkeypatch):
-    monkeypatch.setattr(segment_rule, "SHORTEST", 128)
+    monkeypatch.setattr(segment_rule, "SHORTEST", 256)
     a = packed("gated_delta_rule", (length, 40), device)
     alone = {name: x[:, :length] if name in PER_TOKEN else x for name, x in a.items() if name != "cu_seqlens"}
     alone["initial_state"] = a["initial_state"][:1]

@@ -45,7 +45,7 @@ def delta_arguments(
         cu is not None
         and not flags.recurrent
         and flags.max_splits is None
-        and known_short(flags.op, tensors[0], cu_seqlens, cu_seqlens_cpu)
+        and known_short(flags.op, tensors[0], tensors[2], cu_seqlens, cu_seqlens_cpu)
     ):
         flags = flags._replace(max_splits=1)
     q, k, v, g, beta, initial_state, A_log, dt_bias = tensors

@@ -258,17 +258,16 @@ def _launch_sizes(q: Tensor, options: DeltaOptions) -> tuple[tuple[str, str], ..
     return tuple([(options.stage(name), key) for name in stages])
 
 
-def known_short(op: str, q: object, cu_seqlens: object, on_cpu: object) -> bool:
-    """Whether the host knows that no sequence of a long buffer is long enough for segments."""
+def known_short(op: str, q: object, v: object, cu_seqlens: object, on_cpu: object) -> bool:
+    """Whether the host knows that no sequence of a long buffer is long enough for segments. v: None if not at hand."""
     if cu_seqlens is None or not isinstance(q, Tensor) or q.ndim < 2 or segment_rule.forcing() is not None:
         return False
-    if torch.compiler.is_compiling() or q.shape[1] < segment_rule.SHORTEST:
+    if torch.compiler.is_compiling() or q.shape[1] < segment_rule.SHORTEST // 2:
         return False
     longest = cu_seqlens.longest if isinstance(cu_seqlens, SequenceLayout) else None
     if longest is None and isinstance(on_cpu, Tensor) and check.readable(on_cpu):
         longest = max(boundaries(op, on_cpu, "cu_seqlens_cpu").diff().tolist(), default=0)
-    # For every chunk size, the longest sequence then has fewer chunks than the shortest segmented one.
-    return longest is not None and longest <= segment_rule.SHORTEST - max(CHUNK_SIZES)
+    return longest is not None and longest <= segment_rule.longest_uncut(v, _processors(q.device))
 
 
 def _chunk_size_of(t: DeltaTensors, flags: DeltaFlags, checked: CheckedDelta) -> int:
@@ -383,7 +382,7 @@ def call_cut(q: Tensor, v: Tensor, chunk_size: int, max_splits: int | None, *, p
         return segment_rule.WHOLE
     B, T, HV, V = v.shape
     # Round T up to whole chunks: the rule counts chunks and must not depend on tokens within the last one.
-    if -(-T // chunk_size) * chunk_size < segment_rule.SHORTEST and segment_rule.forcing() is None:
+    if -(-T // chunk_size) * chunk_size < segment_rule.SHORTEST // 2 and segment_rule.forcing() is None:
         return segment_rule.WHOLE
     cut = segment_rule.cut(HV, q.shape[-1], V, chunk_size, _processors(q.device), max_splits, batch=B)
     return cut if cut.chunks and max_borders(B, T, chunk_size, packed, cut) else segment_rule.WHOLE

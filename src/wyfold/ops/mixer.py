@@ -64,7 +64,7 @@ def whole_mixer(tensors: MixerTensors, flags: MixerFlags, layout: SequenceLayout
     """
     if layout is not None:
         rule = flags.rule._replace(tokens=layout.tokens)
-        if known_short(rule.op, tensors.x, layout, None):
+        if known_short(rule.op, tensors.x, None, layout, None):
             rule = rule._replace(max_splits=1)
         tensors, flags = tensors._replace(cu_seqlens=layout.cu_seqlens), flags._replace(rule=rule)
     known = find_call("mixer_fwd", tensors, flags.values())

@@ -358,7 +358,7 @@ def prefill(
         chunked=True,
         checkpoint_every=checkpoint_every,
         tokens=tokens,
-        max_splits=1 if max_splits is None and known_short("prefill", q, cu_seqlens, None) else max_splits,
+        max_splits=1 if max_splits is None and known_short("prefill", q, v, cu_seqlens, None) else max_splits,
     )
     tensors = ServingTensors(
         q, k, v, g, beta, A_log, dt_bias, cu, pool, state_indices, output_state_indices, has_initial_state,

@@ -194,7 +194,7 @@ def chunk_grid(batch: int, tokens: int, chunk_size: int, cu_seqlens: Tensor | No
 class Cut(NamedTuple):
     """Rule for cutting long sequences into segments: runs of whole chunks that are scanned in parallel.
 
-    A sequence of n chunks is left whole if n < CUT_FROM * chunks. Otherwise it is cut after every
+    A sequence of n chunks is left whole if n < fewest. Otherwise it is cut after every
     max(shortest, ceil(n / most)) chunks, where shortest is `chunks`, or less if n / SHORT chunks are fewer and `most`
     is at least SHORT. Only the length of the sequence matters, not the rest of the batch.
 
@@ -207,13 +207,19 @@ class Cut(NamedTuple):
     chunks: int
     most: int
 
+    @property
+    def fewest(self) -> int:
+        """Chunks of the shortest sequence that is cut: CUT_FROM * chunks, or half of it if `most` is at least MANY."""
+        fewest = self.chunks * CUT_FROM
+        return fewest if self.most < MANY else max(CUT_FROM, fewest // 2)
+
     def segments(self, chunks: int) -> int:
         """Number of segments of a sequence of so many chunks."""
         return max(1, -(-chunks // self.length(chunks)))
 
     def length(self, chunks: int) -> int:
         """Chunks of every segment of a sequence of so many chunks, except its last segment."""
-        if not self.chunks or chunks < CUT_FROM * self.chunks:
+        if not self.chunks or chunks < self.fewest:
             return max(1, chunks)
         shortest = self.chunks if self.most < SHORT else min(self.chunks, -(-chunks // SHORT))
         return max(shortest, -(-chunks // self.most))
@@ -224,6 +230,9 @@ CUT_FROM = 4
 
 SHORT = 8
 """Most segments of a sequence that may be shorter than `Cut.chunks`."""
+
+MANY = 2 * SHORT
+"""Fewest segments at once with which sequences are cut from half the length on."""
 
 
 @dataclass(frozen=True)
@@ -280,14 +289,14 @@ def max_borders(batch: int, tokens: int, chunk_size: int, packed: bool, cut: Cut
         return batch * (cut.segments(-(-tokens // chunk_size)) - 1)
     if cut.segments(-(-tokens // chunk_size)) == 1:
         return 0
-    # Of one sequence: a border for each `chunks` full chunks, or at most SHORT - 1 from CUT_FROM * chunks chunks on.
+    # Of one sequence: a border for each `chunks` full chunks, or at most SHORT - 1 from `fewest` chunks on.
     few = SHORT - 1 if cut.most >= SHORT else 0
     return max(tokens // (chunk_size * cut.chunks), few * tokens // _fewest_tokens(chunk_size, cut))
 
 
 def _fewest_tokens(chunk_size: int, cut: Cut) -> int:
     """Tokens of the shortest sequence that is cut."""
-    return (CUT_FROM * cut.chunks - 1) * chunk_size + 1
+    return (cut.fewest - 1) * chunk_size + 1
 
 
 def max_divided(grid: ChunkGrid, cut: Cut) -> int:
@@ -348,7 +357,7 @@ def segment_grid(grid: ChunkGrid, cut: Cut, device: torch.device) -> Segments:
     borders = max_borders(grid.batch, grid.tokens, C, grid.cu is not None, cut)
     begins = torch.arange(N + 1, device=device) * grid.tokens if grid.cu is None else grid.cu[: N + 1]
     chunks = (begins.diff() + (C - 1)) // C
-    long = chunks >= CUT_FROM * cut.chunks
+    long = chunks >= cut.fewest
     shortest = torch.full_like(chunks, cut.chunks)
     if cut.most >= SHORT:
         shortest = torch.minimum(shortest, (chunks + (SHORT - 1)) // SHORT)

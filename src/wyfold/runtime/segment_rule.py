@@ -15,10 +15,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from torch import Tensor
+
+from wyfold.runtime.choices import CHUNK_SIZES
 from wyfold.runtime.chunk_layout import CUT_FROM, SHORT, Cut
 
 SHORTEST = 4096
-"""Tokens of the shortest sequence that is cut. Its last chunk counts as full."""
+"""Tokens of the shortest sequence that is cut, or twice as many; half as many where at least MANY segments run at once.
+Its last chunk counts as full."""
 
 ROWS = 64
 """Value rows of a program."""
@@ -48,6 +52,7 @@ def cut(
     - At most SHORT segments of a sequence are shorter than SHORTEST / CUT_FROM tokens: more of them lose at slow gates,
       which fold every border. Where fewer than SHORT segments run at once, none is shorter than twice that, because
       batches of many sequences lose more to the summaries.
+    - Where at least MANY segments run at once, a sequence of SHORTEST / 2 tokens has SHORT segments.
     - A sequence is cut only into CUT_FROM segments or more: half as many gain nothing over the work that they add.
     - With widths above WIDEST, states fill a program's registers, and sequences are not cut.
 
@@ -71,6 +76,14 @@ def cut(
     most = min(at_once, max_splits or at_once)
     shortest = SHORTEST // CUT_FROM * (1 if at_once >= SHORT else 2)
     return Cut(shortest // chunk_size, most) if most >= CUT_FROM else WHOLE
+
+
+def longest_uncut(v: object, processors: int) -> int:
+    """Tokens up to which no sequence is cut, whatever the chunk size. v: values [B, T, HV, V]; None for any heads."""
+    heads, V = 1, ROWS
+    if isinstance(v, Tensor) and v.ndim == 4 and v.numel():
+        heads, V = v.shape[2:]
+    return min([C * (cut(heads, 1, min(V, WIDEST), C, processors).fewest - 1) for C in CHUNK_SIZES])
 
 
 _forced: list[Cut] = []

@@ -5,8 +5,8 @@
 The map is the left operand: its 128 rows fill two warpgroups, and a program has few columns of the state. TMA loads
 maps in float32 some borders ahead. While the products of a border run, the next map is split into bfloat16 parts, in
 the registers from which WGMMA reads it. So only its products, and the state's way through shared memory, are serial.
-A product of 16 rows of keys takes WGMMA 39 cycles, and 20 more for each 16 columns. So the state's two parts are beside
-each other: each part of the map is multiplied by both at once.
+Each WGMMA seems to take 40 cycles, and 20 more for each 16 columns. So the two parts of a state are beside each
+other: each part of the map is multiplied by both at once.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from wyfold.runtime.chunk_layout import (
-    CUT_FROM,
     SHORT,
     ChunkGrid,
     Cut,
@@ -54,12 +53,12 @@ def segment_grid(grid: ChunkGrid, cut: Cut, device: torch.device) -> Segments:
         per_sequence=grid.per_sequence,
         count=count,
         held=held,
+        fewest=cut.fewest,
         chunks=cut.chunks,
         most=cut.most,
         BT=grid.chunk_size,
         BN=BN,
         BS=BS,
-        CUT_FROM=CUT_FROM,
         SHORT=SHORT,
         PACKED=packed,
         OVERLAPS=overlaps(),
@@ -73,7 +72,7 @@ def segment_grid(grid: ChunkGrid, cut: Cut, device: torch.device) -> Segments:
     return Segments(buffer, N, borders, sequence, first, leading, divided, likely)
 
 
-@triton.jit(do_not_specialize=["N", "T", "per_sequence", "count", "held", "chunks", "most"])
+@triton.jit(do_not_specialize=["N", "T", "per_sequence", "count", "held", "fewest", "chunks", "most"])
 def wyfold_segment_grid_triton(
     p_cu,
     p_first,
@@ -88,12 +87,12 @@ def wyfold_segment_grid_triton(
     per_sequence,
     count,
     held,
+    fewest,
     chunks,
     most,
     BT: tl.constexpr,
     BN: tl.constexpr,
     BS: tl.constexpr,
-    CUT_FROM: tl.constexpr,
     SHORT: tl.constexpr,
     PACKED: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -120,7 +119,7 @@ def wyfold_segment_grid_triton(
         b_n = (b_to - b_from + (BT - 1)) // BT
         b_shortest = tl.where(most < SHORT, chunks, tl.minimum((b_n + (SHORT - 1)) // SHORT, chunks))
         b_length = tl.maximum((b_n + (most - 1)) // most, b_shortest)
-        b_length = tl.where(b_n >= CUT_FROM * chunks, b_length, tl.maximum(b_n, 1))
+        b_length = tl.where(b_n >= fewest, b_length, tl.maximum(b_n, 1))
         b_count = tl.where(m_n, tl.maximum((b_n + b_length - 1) // b_length, 1), 0)
         b_after = before + tl.cumsum(b_count, 0)
         b_divided = divided + tl.cumsum((b_count > 1).to(tl.int64), 0)
