@@ -9,6 +9,7 @@ from tests.emulator.machine import Machine
 
 from wyfold import reference
 from wyfold.kernels.low_rank_prepare import gluon as prepare
+from wyfold.kernels.low_rank_prepare.gluon import erase_gate
 from wyfold.kernels.low_rank_prepare.triton import call_arguments, launch_key
 from wyfold.kernels.low_rank_scan import gluon as scan
 from wyfold.kernels.prepare.gluon import channel
@@ -61,7 +62,7 @@ def test_gdn2(case):
     key = launch_key(BF16, 128, 128, C)._replace(gate="channel")
     with (
         machine.installed(channel.launch, Config(4, 1, {})),
-        machine.installed(prepare, Config(4, 1, {})),
+        machine.installed(erase_gate, Config(4, 1, {})),
         machine.installed(scan, Config(4, 2, {"BV": 128, "PARTS": 2, "OUT": 0})),
     ):
         prepared = prepare.prepare(*arguments, grid, how, o, backward=False, clear=True)
