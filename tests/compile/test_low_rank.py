@@ -35,6 +35,14 @@ def test_no_right_operand_is_narrow():
     assert (found["low_rank_gradients.triton"].BK, found["low_rank_gradients.triton"].BV) == (64, 64)
 
 
+@pytest.mark.parametrize("chunk_size", [16, 32, 64])
+@pytest.mark.parametrize("K", [64, 128])
+def test_two_columns_are_prepared_in_gluon_in_chunks_of_32_alone(K: int, chunk_size: int):
+    """In chunks of 64, DPLR of K = 128 got the row of GDN-2 in the dispatch table, and the kernel for 32 rows."""
+    found = sizes(aot.Call("chunk_dplr_delta_rule", K=K, V=K, options=(("chunk_size", chunk_size),), heads=2))
+    assert ("low_rank_prepare.gluon" in found) == (chunk_size == 32)
+
+
 @pytest.mark.parametrize("kind", [pytest.param("channel", marks=pytest.mark.release), "scalar"])
 def test_packed_calls_compile(kind: str):
     """Packed calls have a branch for tokens past the last boundary, and the interpreter takes more than Triton."""
