@@ -89,6 +89,14 @@ def named_in(lines: tuple[str, ...]) -> set[str]:
     return {".".join(line.partition("(wyfold.kernels.")[2].rstrip(")").split(".")[:2]) for line in lines}
 
 
+def explained(op: Callable[..., Any], a: Call) -> Any:
+    """The plan of a call whose kernels are not compiled yet."""
+    with aot.pretend_gpu("sm_90", lambda *_, **__: None), pytest.MonkeyPatch.context() as patch:
+        names = kernel_configs.compiled
+        patch.setattr(kernel_configs, "compiled", lambda *given: {name: {} for name in names(*given)})
+        return wyfold.explain(op, **a)
+
+
 def compare(rule: str, a: Call, gradient: Callable[[Tensor], Tensor]) -> None:
     op, outputs, rows, usual = getattr(wyfold, f"chunk_{rule}"), [], set(), kernel_configs.row
 
@@ -100,10 +108,7 @@ def compare(rule: str, a: Call, gradient: Callable[[Tensor], Tensor]) -> None:
         patch.setattr(kernel_configs, "row", row)
         forward = launches(lambda: outputs.append(op(**a)[0]))
         back = launches(lambda: torch.autograd.backward(outputs[0], gradient(outputs[0])))
-    with aot.pretend_gpu("sm_90", lambda *_, **__: None), pytest.MonkeyPatch.context() as patch:
-        names = kernel_configs.compiled
-        patch.setattr(kernel_configs, "compiled", lambda *given: {name: {} for name in names(*given)})
-        plan = wyfold.explain(op, **a)
+    plan = explained(op, a)
     assert rows == {(stage, row) for stage, _, row in plan.rows}
     for found, said in ((forward, plan.forward), (back, plan.backward)):
         assert {stage for stage, _ in found} == named_in(said)
@@ -142,3 +147,16 @@ def test_explain_names_what_is_copied_first():
 def test_other_dtypes(rule: str, dtype: torch.dtype):
     a = {name: x.detach().to(dtype).requires_grad_() if isinstance(x, Tensor) else x for name, x in drawn(rule).items()}
     compare(rule, a | {"v": with_row_stride(a["v"], 128, first=1)}, GRADIENTS["expanded"])
+
+
+@pytest.mark.parametrize("chunk_size", [32, 64])
+@pytest.mark.parametrize("rule", ["dplr_delta_rule", "gdn2"])
+def test_kernels_of_low_rank_rules(rule: str, chunk_size: int):
+    """`compiles` named both kernels of `low_rank_prepare` in Gluon, of which a call launches one."""
+    a = inputs.draw("random", rule, Shape(1, 128, 1, 1, 128, 128), gate="weak", dtype=torch.bfloat16)
+    for x in a.values():
+        x.requires_grad_()
+    a |= {"backend": "triton", "chunk_size": chunk_size}
+    op = getattr(wyfold, f"chunk_{rule}")
+    found = launches(lambda: op(**a)[0].float().sum().backward())
+    assert {kernel for _, kernel in found} == set(explained(op, a).compiles)

@@ -14,9 +14,15 @@ from wyfold.kernels.low_rank_prepare.gluon import columns, erase_gate
 from wyfold.kernels.low_rank_prepare.gluon.kernel import wyfold_low_rank_prepare_gluon
 from wyfold.kernels.prepare.gluon.channel import wyfold_prepare_channel_gluon
 from wyfold.kernels.records import LowRankPrepared
+from wyfold.runtime.kernel_configs import LaunchKey
 from wyfold.runtime.options import DeltaOptions
 
-__all__ = ["prepare", "wyfold_low_rank_prepare_gluon", "wyfold_prepare_channel_gluon"]
+__all__ = ["kernels_of", "prepare", "wyfold_low_rank_prepare_gluon", "wyfold_prepare_channel_gluon"]
+
+
+def kernels_of(key: LaunchKey) -> tuple[str, ...]:
+    """Names of the kernels that calls of a key launch, for `explain`."""
+    return ("wyfold_low_rank_prepare_gluon",) if key.launch == "two" else ("wyfold_prepare_channel_gluon",)
 
 
 def prepare(
