@@ -14,6 +14,8 @@ from tests.compile import aot
 from torch import Tensor
 
 import wyfold
+from wyfold import serving
+from wyfold.ops import serving_call
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 from wyfold.runtime import kernel_configs, segment_rule
@@ -160,3 +162,25 @@ def test_kernels_of_low_rank_rules(rule: str, chunk_size: int):
     op = getattr(wyfold, f"chunk_{rule}")
     found = launches(lambda: op(**a)[0].float().sum().backward())
     assert {kernel for _, kernel in found} == set(explained(op, a).compiles)
+
+
+@pytest.mark.parametrize("asked", ["out", "out in float32", "states on the way"])
+def test_prefill_of_gdn2(asked: str, monkeypatch: pytest.MonkeyPatch):
+    """The scan in Gluon has outputs of the dtype of v alone, but was launched for others.
+
+    It has no states on the way. There `explain` named it, and the call launched Triton's.
+    """
+    monkeypatch.setattr(serving_call, "best_chunk_size", lambda *_, **__: 64)  # as on a GPU
+    a: Call = inputs.draw("random", "gdn2", Shape(1, 128, 1, 1, 128, 128), gate="weak", dtype=torch.bfloat16)
+    a |= {"beta": None, "pool": torch.zeros(3, 1, 128, 128), "state_indices": torch.tensor([1]), "rule": "gdn2"}
+    a |= {"state_v_first": False, "backend": "triton"}
+    if asked == "states on the way":
+        a |= {"checkpoint_every": 64, "checkpoint_pool": torch.zeros(3, 1, 128, 128)}
+        a |= {"checkpoint_indices": torch.tensor([[0, 2]])}
+    else:
+        a |= {"out": torch.empty_like(a["v"], dtype=torch.float32 if "float32" in asked else None)}
+    launched = {kernel for _, kernel in launches(lambda: serving.prefill(**a))}
+    scan = "gluon" if asked == "out" else "triton"
+    assert f"low_rank_scan.{scan}" in named_in(explained(serving.prefill, a).forward)
+    assert ("wyfold_scan_gluon" in launched) == (scan == "gluon")
+    assert ("wyfold_low_rank_scan_triton" in launched) == (scan == "triton")

@@ -107,7 +107,8 @@ class LowRankCall:
     ) -> None:
         """Launch `low_rank_scan` over whole sequences; arguments are its."""
         t, options, triton = self.t, self.options, self.stage("scan")
-        key = triton.scan_key(self.key, prepare_key(t, options), t.v, t.w, in_parts=states is not None)
+        how = {"in_parts": states is not None, "wide": o.dtype != t.v.dtype}
+        key = triton.scan_key(self.key, prepare_key(t, options), t.v, t.w, **how)
         module: Any = table.selected_module(options.stage("scan"), options.backend, key, t.v.device)
         given = t.v, t.w, prepared, initial, grid, options, key, o, final
         if module is triton:

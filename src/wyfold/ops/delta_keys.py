@@ -63,6 +63,7 @@ def low_rank_keys(
     *,
     w: Tensor | None = None,
     in_parts: bool = False,
+    wide: bool = False,
     shorter: bool = False,
 ) -> list[tuple[str, LaunchKey]]:
     """(stage, launch key) of each kernel of a diagonal-plus-low-rank rule.
@@ -71,6 +72,7 @@ def low_rank_keys(
         stored: dtype of the states.
         w: Factors of v, or None.
         in_parts: Sequences are cut, or intermediate states are returned.
+        wide: The output has another dtype than v.
         shorter: The backward has chunks of `BACKWARD_CHUNK` (`low_rank_chunk.backward_options`).
     """
     prepare: Any = table.kernel_module("low_rank_prepare", "triton")
@@ -85,7 +87,7 @@ def low_rank_keys(
         own = {
             "recurrent": recurrent.launch_key(stored, K, V),
             "prepare": prepared,
-            "scan": scan.scan_key(key, prepared, v, w, in_parts=in_parts),
+            "scan": scan.scan_key(key, prepared, v, w, in_parts=in_parts, wide=wide),
             "gradients": key._replace(gate=prepare.token_gate_kind(q, g, how)),
         }
         return [(options.stage(name), own.get(name, key)) for name in names]

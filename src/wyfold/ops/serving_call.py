@@ -120,9 +120,11 @@ def _keys(
     t: ServingTensors, flags: ServingFlags, checked: CheckedDelta, options: DeltaOptions, between: tuple[str, ...]
 ) -> list[tuple[str, LaunchKey]]:
     """(stage, launch key) of each kernel of a call. between: Its stages of segments."""
-    sizes = checked.sizes
+    sizes, wide = checked.sizes, t.out is not None and t.out.dtype != t.v.dtype
     if options.rule != "delta":
-        return low_rank_keys(options, (("prepare", "scan" if flags.chunked else "recurrent"), ()), t.q, t.v, t.g, w=t.w)
+        how: Any = {"w": t.w, "in_parts": options.checkpoint_every > 0, "wide": wide}
+        forward = ("prepare", "scan" if flags.chunked else "recurrent")
+        return low_rank_keys(options, (forward, ()), t.q, t.v, t.g, **how)
     if not flags.chunked:
         recurrent: Any = table.kernel_module("recurrent", "triton")
         alone = not checked.packed and not flags.each and sizes["T"] == 1 and options.erases
@@ -131,7 +133,7 @@ def _keys(
     likely = expected_segments(checked.sequences, sizes["B"] * sizes["T"], options.chunk_size, options.cut)
     stages, kept = (("prepare", *between, "scan"), ()), options.checkpoint_every > 0
     found = launch_keys(stages, t.q, t.v, t.g, options.chunk_size, likely, kept=kept, norm=options.qk_l2norm)
-    if t.out is not None and t.out.dtype != t.v.dtype:
+    if wide:
         found = [(stage, key._replace(wide=stage == "scan")) for stage, key in found]
     return found
 
