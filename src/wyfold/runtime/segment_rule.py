@@ -21,8 +21,10 @@ from wyfold.runtime.choices import CHUNK_SIZES
 from wyfold.runtime.chunk_layout import CUT_FROM, SHORT, Cut
 
 SHORTEST = 4096
-"""Tokens of the shortest sequence that is cut, or twice as many; half as many where at least MANY segments run at once.
-Its last chunk counts as full."""
+"""Tokens of the shortest sequence that is cut where SHORT to MANY - 1 segments run at once.
+
+Twice as many where fewer run at once, half as many where more do. The last chunk counts as full.
+"""
 
 ROWS = 64
 """Value rows of a program."""
@@ -91,7 +93,7 @@ _forced: list[Cut] = []
 
 @contextlib.contextmanager
 def forced(segments: int, chunks: int = 1) -> Iterator[None]:
-    """Cut sequences of at least CUT_FROM * chunks chunks into `segments` segments, for tests and measurements.
+    """Cut sequences of `Cut.fewest` chunks or more into `segments` segments, for tests and measurements.
 
     Applies to every backend and every thread until the context ends. If there are more than SHORT segments, none gets
     shorter than `chunks` chunks; a sequence that is too short for that has fewer of them.
