@@ -58,6 +58,21 @@ def test_any_width_has_the_formula_and_a_cache_but_no_pool(formula, float64_boun
         layer.new_pool(3)
 
 
+@pytest.mark.parametrize(("K", "V"), [(8, 256), (8, 512), (256, 264), (8, 260), (12, 8)])
+def test_a_layer_has_a_pool_where_one_can_be_made(K: int, V: int, float64_bounds):
+    """Layers with V from 264 to 512 had none, so a decoder generated with a cache, without a CUDA graph."""
+    layer = DeltaNet(24, 2, head_dim=K, head_v_dim=V).double()
+    if not layer.has_pool:
+        with pytest.raises(ValueError, match=r"^DeltaNet.new_pool: head_(v_)?dim must have width . a multiple of 8"):
+            layer.new_pool(3)
+        return
+    x = torch.randn(2, 9, 24, dtype=torch.float64)
+    with torch.no_grad():
+        pool = layer.new_pool(2).at(None)
+        pieces = [layer(piece, cache=pool) for piece in x.split([7, 1, 1], dim=1)]
+        float64_bounds.output("y", torch.cat(pieces, 1), layer(x))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

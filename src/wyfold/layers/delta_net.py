@@ -103,7 +103,8 @@ class DeltaMixer(nn.Module):
     @property
     def has_pool(self) -> bool:
         """Whether `new_pool` can make a pool, whose states have widths that kernels have."""
-        return all(width % 8 == 0 and width <= 256 for width in (self.head_dim, self.head_v_dim))
+        widest = (self.head_dim, WIDEST_KEY), (self.head_v_dim, WIDEST_VALUE)
+        return all(width % 8 == 0 and width <= most for width, most in widest)
 
     def new_pool(
         self, slots: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
