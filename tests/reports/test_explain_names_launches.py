@@ -164,6 +164,19 @@ def test_kernels_of_low_rank_rules(rule: str, chunk_size: int):
     assert {kernel for _, kernel in found} == set(explained(op, a).compiles)
 
 
+def test_low_rank_rules_in_segments():
+    """`segment_fold` was named in Gluon, but low-rank rules launch it in Triton."""
+    a = inputs.draw("random", "dplr_delta_rule", Shape(1, 256, 1, 1, 128, 128), gate="weak", dtype=torch.bfloat16)
+    for x in a.values():
+        x.requires_grad_()
+    a |= {"backend": "triton", "chunk_size": 32}
+    with segment_rule.forced(4):
+        found = launches(lambda: wyfold.chunk_dplr_delta_rule(**a)[0].float().sum().backward())
+        plan = explained(wyfold.chunk_dplr_delta_rule, a)
+    assert plan.segments == 4
+    assert {stage for stage, _ in found} == named_in(plan.forward + plan.backward)
+
+
 @pytest.mark.parametrize("asked", ["out", "out in float32", "states on the way"])
 def test_prefill_of_gdn2(asked: str, monkeypatch: pytest.MonkeyPatch):
     """The scan in Gluon has outputs of the dtype of v alone, but was launched for others.
