@@ -46,23 +46,20 @@ def backward_options(t: DeltaTensors, options: DeltaOptions) -> DeltaOptions:
 
     The cut is that of the forward's chunks.
     """
-    if options.chunk_size <= BACKWARD_CHUNK or prepares_on(t, options) != "gluon":
+    if options.chunk_size <= BACKWARD_CHUNK:
+        return options
+    stage = options.stage("prepare")
+    _, key = launch_keys(t, options)
+    if table.selected_backend(stage, options.backend, key, t.q.device) != "gluon":
         return options
     return options._replace(chunk_size=BACKWARD_CHUNK, keep_factors=False)
 
 
-def prepare_key(t: DeltaTensors, options: DeltaOptions) -> LaunchKey:
-    """Launch key of `low_rank_prepare` of a call."""
-    module: Any = table.kernel_module(options.stage("prepare"), options.backend)
-    key = module.launch_key(t.q.dtype, t.q.shape[3], t.v.shape[3], options.chunk_size)
-    found: LaunchKey = module.prepare_key(key, t.q, t.g, options)
-    return found
-
-
-def prepares_on(t: DeltaTensors, options: DeltaOptions) -> str:
-    """Backend whose kernel serves `low_rank_prepare` of a call."""
-    key = prepare_key(t, options)
-    return table.selected_backend(options.stage("prepare"), options.backend, key, t.q.device)
+def launch_keys(t: DeltaTensors, options: DeltaOptions) -> tuple[LaunchKey, LaunchKey]:
+    """Launch keys of a call: that of its stages, and that of `low_rank_prepare`."""
+    prepare: Any = table.kernel_module(options.stage("prepare"), options.backend)
+    key = prepare.launch_key(t.q.dtype, t.q.shape[3], t.v.shape[3], options.chunk_size)
+    return key, prepare.prepare_key(key, t.q, t.g, options)
 
 
 class LowRankCall:
@@ -71,7 +68,7 @@ class LowRankCall:
     Attributes:
         t: The call's tensors, in layouts that the kernels read.
         options: The call's options.
-        key: Key of the kernel configurations.
+        key, prepare_key: Keys of the kernel configurations of the call, and of `low_rank_prepare`.
         arguments: Kernel arguments of `low_rank_prepare` and `low_rank_gradients`.
     """
 
@@ -82,7 +79,7 @@ class LowRankCall:
         self.t = t = t._replace(**rows)
         # Kernels read these few numbers as contiguous arrays.
         A_log, dt_bias = (None if x is None else x.contiguous() for x in (t.A_log, t.dt_bias))
-        self.key = prepare.launch_key(t.q.dtype, t.q.shape[3], t.v.shape[3], options.chunk_size)
+        self.key, self.prepare_key = launch_keys(t, options)
         tokens = t.q, t.k, t.a, t.b
         self.arguments = prepare.call_arguments(tokens, t.g, t.beta, A_log, dt_bias, t.v.shape[2], options)
 
@@ -91,8 +88,10 @@ class LowRankCall:
 
     def prepare(self, grid: ChunkGrid, o: Tensor, *, backward: bool, clear: bool) -> LowRankPrepared:
         """Launch `low_rank_prepare`; arguments are its."""
-        module: Any = table.kernel_module(self.options.stage("prepare"), prepares_on(self.t, self.options))
-        found: LowRankPrepared = module.prepare(*self.arguments, grid, self.options, o, backward=backward, clear=clear)
+        options = self.options
+        stage, device = options.stage("prepare"), self.t.q.device
+        module: Any = table.selected_module(stage, options.backend, self.prepare_key, device)
+        found: LowRankPrepared = module.prepare(*self.arguments, grid, options, o, backward=backward, clear=clear)
         return found
 
     def scan(
@@ -108,7 +107,7 @@ class LowRankCall:
         """Launch `low_rank_scan` over whole sequences; arguments are its."""
         t, options, triton = self.t, self.options, self.stage("scan")
         how = {"in_parts": states is not None, "wide": o.dtype != t.v.dtype}
-        key = triton.scan_key(self.key, prepare_key(t, options), t.v, t.w, **how)
+        key = triton.scan_key(self.key, self.prepare_key, t.v, t.w, **how)
         module: Any = table.selected_module(options.stage("scan"), options.backend, key, t.v.device)
         given = t.v, t.w, prepared, initial, grid, options, key, o, final
         if module is triton:
