@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from wyfold.kernels.low_rank_prepare.gluon.kernel import wyfold_low_rank_prepare_gluon
-from wyfold.kernels.low_rank_prepare.triton import empty, launch_key
+from wyfold.kernels.low_rank_prepare.triton import allocate, launch_key
 from wyfold.kernels.prepare.gluon.channel.arguments import Sizes
 from wyfold.kernels.records import LowRankPrepared
 from wyfold.runtime.chunk_layout import ChunkGrid
@@ -42,13 +42,7 @@ def prepare(
 ) -> LowRankPrepared:
     """Compute the factors of every chunk; takes the arguments of the Triton launch."""
     (H, K), (HV, V), C = rows.q.shape[2:], o.shape[2:], grid.chunk_size
-    tiles = grid.chunks * HV
-    found = empty(rows.q, options.rule, tiles, C, backward=backward)
-    if clear and backward and grid.cu is not None:
-        # A registered operator must not return uninitialised memory, and not every tile of a packed batch is written.
-        for x in found:
-            if x is not None:
-                x.zero_()
+    found = allocate(rows.q, options, grid, grid.chunks * HV, backward=backward, clear=clear)
     outputs = found.E, found.K
     described = require_descriptors(
         "low_rank_prepare", all_or_none(outputs, [None if x is None else tile_descriptor(x, C, 64) for x in outputs])

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from wyfold.kernels.low_rank_prepare.triton.arguments import call_arguments, prepare_key, token_gate_kind
 from wyfold.kernels.low_rank_prepare.triton.kernel import wyfold_low_rank_prepare_triton
-from wyfold.kernels.low_rank_prepare.triton.launch import empty, launch_key, prepare
+from wyfold.kernels.low_rank_prepare.triton.launch import allocate, empty, launch_key, prepare
 from wyfold.kernels.low_rank_prepare.triton.token_gate import wyfold_low_rank_prepare_token_gate_triton
 from wyfold.runtime.kernel_configs import LaunchKey
 
 # The kernels are exported because `kernel_configs.compiled` looks them up in this module.
 __all__ = [
+    "allocate",
     "call_arguments",
     "empty",
     "kernels_of",

@@ -44,12 +44,7 @@ def prepare(
     """
     (H, K), (HV, V), C = rows.q.shape[2:], o.shape[2:], grid.chunk_size
     tiles, whole = grid.chunks * HV, tile_width(K)
-    found = empty(rows.q, options.rule, tiles, C, backward=backward)
-    if clear and backward and grid.cu is not None:
-        # A registered operator must not return uninitialised memory, and not every tile of a packed batch is written.
-        for x in found:
-            if x is not None:
-                x.zero_()
+    found = allocate(rows.q, options, grid, tiles, backward=backward, clear=clear)
     kind = gate_kind(gate.g)
     key = launch_key(rows.q.dtype, K, V, C)
     if kind != "channel":
@@ -88,6 +83,22 @@ def prepare(
         ),
         **config.options(contract=contracts(rows.q.dtype)),
     )  # fmt: skip
+    return found
+
+
+def allocate(
+    q: Tensor, options: DeltaOptions, grid: ChunkGrid, tiles: int, *, backward: bool, clear: bool
+) -> LowRankPrepared:
+    """Allocate the factors that a launch writes; the arguments are its.
+
+    Those that a registered operator returns must not be uninitialised memory, and not every tile of a packed batch is
+    written. So they are zeroed.
+    """
+    found = empty(q, options.rule, tiles, grid.chunk_size, backward=backward)
+    if clear and backward and grid.cu is not None:
+        for x in found:
+            if x is not None:
+                x.zero_()
     return found
 
 
