@@ -523,7 +523,7 @@ def test_a_prompt_of_no_tokens(backend: str, device):
 
 
 APART: dict[str, Any] = {
-    "tokens before": lambda x: x.new_empty(3, 25, 2, 24)[:, 25 - x.shape[1] :],
+    "tokens before": lambda x: x.new_empty(3, x.shape[1] + 5, 2, 24)[:, 5:],
     "heads first": lambda x: x.new_empty(3, 2, x.shape[1], 24).transpose(1, 2),
     "tokens first": lambda x: x.new_empty(x.shape[1], 3, 2, 24).transpose(0, 1),
     "columns between": lambda x: x.new_empty(3, x.shape[1], 2, 48)[..., ::2],
@@ -542,6 +542,18 @@ def test_a_strided_output_is_zero_for_skipped_rows(op: Any, where: str, backend:
     expected = op(**a, pool=first, state_indices=slots, state_v_first=False)
     assert op(**a, pool=second, state_indices=slots, state_v_first=False, out=out) is out
     assert torch.equal(out, expected) and torch.equal(first, second) and not out[1:].any()
+
+
+@pytest.mark.parametrize("where", APART)
+def test_a_strided_output_of_segments(where: str, backend: str, device):
+    """Several launches write parts of it."""
+    a = drawn("gated_delta_rule", device, backend, N=3, T=264)
+    out, first = APART[where](a["v"]).fill_(torch.nan), a_pool(device)
+    second = first.clone()
+    with segment_rule.forced(2):
+        expected = serving.prefill(**a, pool=first, state_v_first=False)
+        assert serving.prefill(**a, pool=second, state_v_first=False, out=out) is out
+    assert torch.equal(out, expected) and torch.equal(first, second) and not out.isnan().any()
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16], ids=str)

@@ -102,11 +102,12 @@ def forward(
             states, first = call.k_first(rows), call.grid.first_states(t.q.device)
         initial, final = call.k_first(entering), call.k_first(leaving)
         q, k, v = (call.buffer(x) for x in (t.q, t.k, t.v))
-        o = result.o.view(1, -1, *result.o.shape[2:]) if call.segments else result.o
+        # Two launches may write segments of it. If TMA could not write it, each would write to a copy of all of it.
+        o = contiguous_for_tma(result.o) if call.segments else result.o
         at_borders = empty_at_borders(t, options)
         scan = partial(
             table.selected_module("scan", options.backend, call.scan_key(result), t.q.device).scan,
-            *(q, k, v, prepared, initial, call.scan_grid, options, call.key, o, final, states, first),
+            *(q, k, v, prepared, initial, call.scan_grid, options, call.key, call.buffer(o), final, states, first),
             segments=call.segments,
             borders=at_borders[0].mT if at_borders else None,
             slots=slots,
@@ -124,6 +125,8 @@ def forward(
                     call.fold(*at_borders, reverse=False)
                     scan(from_borders=True)
                 scan(from_borders=False)
+        if o is not result.o:
+            result.o.copy_(o)
         return result, [*(at_borders if options.save else []), *(backward_factors(prepared) if keep else [])]
 
 
