@@ -17,7 +17,7 @@ from tests.emulator.test_gradients import sum_over_chunks
 
 import wyfold
 from wyfold import reference
-from wyfold.autograd import delta, delta_chunk
+from wyfold.autograd import delta, delta_chunk, kernel_call
 from wyfold.autograd.kernel_call import KernelCall
 from wyfold.kernels import table
 from wyfold.kernels.gradients.gluon.channel import launch as channel_gradients
@@ -148,6 +148,28 @@ def compare(rule: str, a: dict[str, Any], segments: int, configs: tuple[tuple[An
     names = {"dinitial_state": "dh0"}
     verdicts = [judge(got[key], x, name=key, target=target(names.get(key, key), BF16)) for key, x in truth.items()]
     require(*verdicts)
+
+
+@pytest.mark.parametrize("horizon", [False, True])
+@pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
+def test_first_segments_beside_the_summaries(rule: str, horizon: bool, monkeypatch):
+    """Where segments are long, one launch scans those that begin a row, and one the others. No bit differs.
+
+    Not under a scalar gate with a horizon, which leaves little to run beside.
+    """
+    name = rule.replace("_", " ")
+    a = {key: torch.cat([x, x.flip(1)]) for key, x in drawn(name).items() if isinstance(x, torch.Tensor)}
+    monkeypatch.setattr(KernelCall, "begins_at_horizon", lambda *_: horizon)
+    found, scans = [], []
+    for long in (64, 2):
+        monkeypatch.setattr(kernel_call, "LONG", long)
+        with on_the_emulator() as machine, segment_rule.forced(3), torch.no_grad():
+            flags = {"output_final_state": True, "chunk_size": 64, "use_qk_l2norm_in_kernel": True}
+            found.append(getattr(wyfold, f"chunk_{rule}")(**a, **flags))
+        scans.append(machine.launches.count("wyfold_scan_gluon"))
+    assert scans == [1, 1 if horizon and rule == "gated_delta_rule" else 2]
+    for want, got in zip(*found, strict=True):
+        assert torch.equal(want, got)
 
 
 def test_exact_products_in_segments(results):

@@ -158,25 +158,26 @@ def test_segments_leave_states_in_slots(elsewhere: bool):
 @pytest.mark.parametrize("in_slots", [False, True], ids=["contiguous states", "slots"])
 @pytest.mark.parametrize("tokens", [8 * C, 7 * C + 5])
 def test_even_segments(tokens: int, in_slots: bool):
-    """Segments of a dense batch, whose tables the kernel computes, have the bits of those in tables."""
+    """Segments of a dense batch, whose tables the kernel computes, have the bits of those in tables, also in halves."""
     call = draw("scalar", False, T=2 * tokens, cu=[0, tokens, 2 * tokens], HV=1)
     cut, (blocks, stages) = Cut(2, 7), CONFIGS[0]
     tables = segment_grid(call.grid, cut, torch.device("cpu"))
     even = even_segments(chunk_grid(2, tokens, C, None), cut)
     assert even.borders == 6
     borders = torch.randn(tables.borders, *call.S0.shape[1:])
-    slots = None
+    slots, pool = None, torch.zeros(4, *call.S0.shape[1:])
     if in_slots:
-        pool = torch.zeros(4, *call.S0.shape[1:])
         slots = Slots(pool, pool, torch.tensor([[3], [1]]), None, None)
     found = []
-    for segments in (tables, even):
+    for segments, halves in ((tables, (None,)), (even, (None,)), (even, (True, False))):
         machine, o, final = Machine(), torch.full_like(call.v, torch.nan), torch.full_like(call.S0, torch.nan)
+        pool.zero_()
         with machine.installed(gluon, Config(4, stages, blocks)):
-            gluon.scan(
-                call.q, call.k, call.v, call.prepared, call.S0, segments.grid, options(scale=SCALE), LaunchKey(),
-                o, pool if in_slots else final, None, None, segments, borders, None, slots,
-            )  # fmt: skip
+            for half in halves:
+                gluon.scan(
+                    call.q, call.k, call.v, call.prepared, call.S0, segments.grid, options(scale=SCALE), LaunchKey(),
+                    o, pool if in_slots else final, None, None, segments, borders, half, slots,
+                )  # fmt: skip
         found.append((o, pool.clone() if in_slots else final))
-    for x, y in zip(*found, strict=True):
-        assert torch.equal(x, y) and not x.isnan().any()
+    for want, *others in zip(*found, strict=True):
+        assert all(torch.equal(x, want) for x in others) and not want.isnan().any()

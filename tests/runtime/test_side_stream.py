@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from wyfold.autograd import delta_chunk
+from wyfold.autograd import delta_chunk, kernel_call
 from wyfold.runtime import kernel_launch, recorder, segment_rule, side_stream
 from wyfold.runtime.replay_cache import Recording
 
@@ -182,9 +182,12 @@ def test_a_replay_forks_and_joins_alike(lines):
 
 
 @pytest.mark.skipif(triton.knobs.runtime.interpret, reason="no launch is bound in the interpreter")
+@pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("rule", ["gdn", "kda"])
-def test_a_call_in_segments_is_replayed_on_both_streams(rule: str, lines, launches, monkeypatch):  # noqa: F811
+def test_a_call_in_segments_is_replayed_on_both_streams(rule: str, long: bool, lines, launches, monkeypatch):  # noqa: F811
+    """The forward of a dense batch forks only where segments are long."""
     op, given = chunked(rule)
+    monkeypatch.setattr(kernel_call, "LONG", 1 if long else 64)
     wanted = [x.requires_grad_() for x in given.values() if isinstance(x, torch.Tensor)]
     fork_side_stream = side_stream.fork_side_stream
     monkeypatch.setattr(delta_chunk, "fork_side_stream", lambda device: fork_side_stream(CARD))
@@ -204,13 +207,15 @@ def test_a_call_in_segments_is_replayed_on_both_streams(rule: str, lines, launch
         waits = [line for line in lines if "waits" in line]
         assert [called() for _ in range(3)] == [found] * 3
         assert [type(recording) for recording in recordings()] == [Recording] * 2
-    assert waits == lines == ["10 waits for 1", "1 waits for 10"]
+    assert waits == lines == ["10 waits for 1", "1 waits for 10"] * (2 if long else 1)
+    side = 10 if long else 1
     assert found == [
         *(
             ("segment_grid", 1),
             ("prepare", 1),
-            ("segment_summary", 1),
-            ("segment_fold", 1),
+            ("segment_summary", side),
+            ("segment_fold", side),
+            *([("scan", side)] if long else []),
             ("scan", 1),
         ),
         *(

@@ -8,21 +8,22 @@ direction, run
 
                 segment_grid, segment_summary, segment_fold: states, or their gradients, at the segments' borders
 
-In the forward of a dense batch, whose segments all run at once, these launches follow one another on one stream. On
-Hopper each starts before the one ahead of it has ended (`kernel_launch.overlapping_launches`), and there is no
-`segment_grid`: Gluon kernels compute the tables from sizes (`EvenSegments`). Otherwise
 `segment_summary`, `segment_fold` and the scan that reads their results run on a high-priority side stream. Meanwhile
 the main stream runs what needs no fold: in the forward the scan of the segments that begin a sequence, in the backward
-the half of `scan_bwd` that recomputes states. A backward with much memory at the chunks' borders takes some heads after
-the others (`head_parts`). States, maps and gradients at segment borders are stored K-last, [V, K];
-launches get the [K, V] view, `.mT`. Of states in slots of a pool, a forward in segments first copies those that enter,
-with `state_pool`, for a packed batch on the side stream beside `prepare`.
+the half of `scan_bwd` that recomputes states. In the forward of a dense batch whose summaries are short, all of these
+launches follow one another on one stream (`KernelCall.two_streams`). A dense batch's forward on Hopper has no
+`segment_grid`, because Gluon kernels compute the tables from sizes (`EvenSegments`); on one stream each launch starts
+before the one ahead of it has ended (`kernel_launch.overlapping_launches`). A backward with much memory at the chunks'
+borders takes some heads after the others (`head_parts`). States, maps and gradients at segment borders are stored
+K-last, [V, K]; launches get the [K, V] view, `.mT`. Of states in slots of a pool, a forward in segments first copies
+those that enter, with `state_pool`, for a packed batch on the side stream beside `prepare`.
 
 The host never waits for the device: grids and buffers are sized by capacity, and kernels read the boundaries.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -114,20 +115,29 @@ def forward(
         )
         if call.segments is None:
             scan()
-        elif dense:
-            call.summary(k, v, prepared, initial, *at_borders)
-            call.fold(*at_borders, reverse=False)
-            scan()
         else:
-            with fork_side_stream(o.device) as on_side:
-                with on_side:
-                    call.summary(k, v, prepared, initial, *at_borders)
-                    call.fold(*at_borders, reverse=False)
-                    scan(from_borders=True)
-                scan(from_borders=False)
+            _scan_segments(call, scan, partial(call.summary, k, v, prepared, initial, *at_borders), at_borders)
         if o is not result.o:
             result.o.copy_(o)
         return result, [*(at_borders if options.save else []), *(backward_factors(prepared) if keep else [])]
+
+
+def _scan_segments(
+    call: KernelCall, scan: Callable[..., None], summary: Callable[[], None], at_borders: list[Tensor]
+) -> None:
+    """Summarize the segments, fold the summaries, and scan. On two streams the scan of first segments waits for none of
+    it."""
+    if not call.two_streams:
+        summary()
+        call.fold(*at_borders, reverse=False)
+        scan()
+        return
+    with fork_side_stream(call.t.q.device) as on_side:
+        with on_side:
+            summary()
+            call.fold(*at_borders, reverse=False)
+            scan(from_borders=True)
+        scan(from_borders=False)
 
 
 def saved(t: DeltaTensors, options: DeltaOptions) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +20,9 @@ from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.horizon.eager import has_horizon
+
+LONG = 64
+"""Fewest chunks of a dense batch's segments whose summaries run beside the scan of first segments."""
 
 
 class KernelCall:
@@ -92,8 +95,8 @@ class KernelCall:
         return self.segment_grid()
 
     def overlapping_launches(self) -> contextlib.AbstractContextManager[None]:
-        """Context of a forward: of a dense batch in segments, on Hopper, each launch starts before the last ends."""
-        if self.segment_grid is None or self.t.cu_seqlens is not None or not self.uses_tma:
+        """Context of a forward: in segments on one stream, on Hopper, each launch starts before the last ends."""
+        if self.segment_grid is None or self.two_streams or not self.uses_tma:
             return contextlib.nullcontext()
         return kernel_launch.overlapping_launches()
 
@@ -151,8 +154,24 @@ class KernelCall:
         device, options = self.t.q.device, self.options
         backend = table.selected_backend("segment_summary", options.backend, key, device)
         fewest = tuned(f"segment_summary.{backend}", key, device).blocks.get("HORIZON", 0)
-        length = options.cut.length(-(-self.t.q.shape[1] // options.chunk_size))
-        return 0 < fewest <= length and has_horizon(key.gate, normalized=options.qk_l2norm)
+        return 0 < fewest <= self.segment_chunks and has_horizon(key.gate, normalized=options.qk_l2norm)
+
+    @property
+    def segment_chunks(self) -> int:
+        """Chunks of a dense batch's segments; of a packed batch's, if it were one sequence."""
+        return self.options.cut.length(-(-self.t.q.shape[1] // self.options.chunk_size))
+
+    @cached_property
+    def two_streams(self) -> bool:
+        """Whether a forward in segments scans first segments beside the summaries, which run on the side stream.
+
+        A fork and a join take as long as a few chunks of a scan. In a dense batch that pays if segments have LONG
+        chunks, unless a scalar gate's horizon leaves little of the summaries.
+        """
+        if self.t.cu_seqlens is not None:
+            return True
+        key = self.key._replace(launch="fwd")
+        return self.segment_chunks >= LONG and (key.per_channel or not self.begins_at_horizon(key))
 
     @property
     def splits_heads(self) -> bool:

@@ -94,7 +94,8 @@ def wyfold_scan_gluon(
     # Before the loads that say where the states are: those of the chunks do not wait for them.
     i_border, begins, ends, i_to = i_n, None, None, None
     if SIZES.EVEN:
-        i_c, t, length, i_n, i_border, begins, ends = even_segment(i_n, N, T, per_sequence, BT)
+        each = gl.num_programs(0) // (NV * SIZES.HV) // N.to(gl.int32)
+        i_c, t, length, i_n, i_border, begins, ends = even_segment(i_n, each, shift, N, T, per_sequence, BT)
         span = span_at(i_c, i_c * 0, t, length, i_hv, i_v, T, SIZES)
     else:
         span = span_of(i_n, i_hv, i_v, packing, T, per_sequence, SIZES)

@@ -177,8 +177,10 @@ def sequences_to_run(
 
     Unused borders select segments without a token.
     """
-    if from_borders is None or not isinstance(segments, Segments):
+    if from_borders is None or segments is None:
         return None, 0, grid.sequences
+    if isinstance(segments, EvenSegments):
+        return None, int(from_borders), segments.borders if from_borders else segments.sequences
     return (segments.leading, 1, segments.borders) if from_borders else (segments.first, 0, segments.sequences)
 
 

@@ -20,8 +20,12 @@ def segment_coords(i_s, p_sequence, p_first, N):
 
 
 @triton.jit
-def even_segment(i_s, N, T, length, BT: tl.constexpr):
-    """Chunks and coordinates of segment i_s of `EvenSegments`: N sequences of T tokens in all, `length` chunks each.
+def even_segment(i_p, each, shift, N, T, length, BT: tl.constexpr):
+    """Chunks and coordinates of a segment of `EvenSegments`: N sequences of T tokens in all, `length` chunks each.
+
+    Args:
+        i_p: Number of the segment among those that a launch runs.
+        each, shift: The launch runs `each` segments of every sequence, from its segment `shift` on.
 
     Returns:
         First chunk, first token and number of tokens; then what `segment_coords` returns.
@@ -29,20 +33,12 @@ def even_segment(i_s, N, T, length, BT: tl.constexpr):
     tokens = (T // N).to(tl.int32)
     chunks = (tokens + (BT - 1)) // BT
     count = (chunks + (length - 1)) // length
-    i_s = i_s.to(tl.int32)
-    i_n = i_s // count
-    i = i_s - i_n * count
+    i_p = i_p.to(tl.int32)
+    i_n = i_p // each
+    i = i_p - i_n * each + shift
     t, i_n = i * (length * BT), i_n.to(tl.int64)
     i_c, rows = i_n * chunks + i * length, tl.minimum(length * BT, tokens - t)
-    return i_c, i_n * tokens + t, rows.to(tl.int64), i_n, i_s - i_n, i == 0, i == count - 1
-
-
-@triton.jit
-def even_leading(i_border, N, T, length, BT: tl.constexpr):
-    """Segment of `EvenSegments` before a border."""
-    chunks = ((T // N).to(tl.int32) + (BT - 1)) // BT
-    i_border = i_border.to(tl.int32)
-    return i_border + i_border // ((chunks + (length - 1)) // length - 1)
+    return i_c, i_n * tokens + t, rows.to(tl.int64), i_n, i_n * (count - 1) + i, i == 0, i == count - 1
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from wyfold.kernels.segment_summary.gluon.forward.producer import producer
 from wyfold.kernels.segment_summary.gluon.forward.zeros import Smem, write_flag
 from wyfold.tile.decay.horizon.gluon import chunks_in_reach
 from wyfold.tile.index.gluon import start_next_launch, wait_for_launch_ahead
-from wyfold.tile.index.triton.slots import even_leading, even_segment, segment_coords
+from wyfold.tile.index.triton.slots import even_segment, segment_coords
 
 
 class Heads(NamedTuple):
@@ -63,8 +63,8 @@ def wyfold_segment_summary_gluon(
     i_v, i_hv, i_border = pid % width, (pid // width) % HV, pid // (width * HV)
     i_h = i_hv // (HV // SIZES.H)
     if SIZES.EVEN:
-        i_s = even_leading(i_border, N, T, length, SIZES.BT)
-        i_c, t, tokens, i_n, i_border, begins, ends = even_segment(i_s, N, T, length, SIZES.BT)
+        each = gl.num_programs(0) // ((NV + NK) * HV) // N.to(gl.int32)
+        i_c, t, tokens, i_n, i_border, begins, ends = even_segment(i_border, each, 0, N, T, length, SIZES.BT)
         span = span_at(i_c, i_c * 0, t, tokens, i_hv, i_v, T, SIZES)
         wait_for_launch_ahead()
     else:
