@@ -19,7 +19,7 @@ from wyfold.kernels.low_rank_prepare.gluon import kernel as _kernel
 from wyfold.kernels.low_rank_prepare.triton import call_arguments
 from wyfold.reference.error import floor
 from wyfold.runtime.chunk_layout import ChunkGrid, chunk_grid
-from wyfold.runtime.kernel_configs import Config
+from wyfold.runtime.kernel_configs import Config, LaunchKey
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.eager import log_gate_floor
 
@@ -64,7 +64,7 @@ def judge(machine: Machine, call: Call) -> None:
     o = call.o.clone()
     arguments = call_arguments(call.tokens, *call.gate, o.shape[2], call.options)
     with machine.installed(columns, Config(4, 1, {})):
-        found = columns.prepare(*arguments, call.grid, call.options, o, backward=True, clear=True)
+        found = columns.prepare(*arguments, call.grid, call.options, LaunchKey(), o, backward=True, clear=True)
     assert machine.launches == [KERNEL]
     assert not o[:, call.end :].any(), "outputs behind the last sequence are zero"
     for name, want in zip(FACTORS, call.want, strict=True):

@@ -65,7 +65,7 @@ def test_gdn2(case):
         machine.installed(erase_gate, Config(4, 1, {})),
         machine.installed(scan, Config(4, 2, {"BV": 128, "PARTS": 2, "OUT": 0})),
     ):
-        prepared = prepare.prepare(*arguments, grid, how, o, backward=False, clear=True)
+        prepared = prepare.prepare(*arguments, grid, how, key, o, backward=False, clear=True)
         scan.scan(a["v"], a.get("w"), prepared, initial, grid, how, key, o, final)
     assert {"wyfold_prepare_channel_gluon", "wyfold_scan_gluon"} == {*machine.launches}
     assert not o[:, end:].any()

@@ -16,7 +16,7 @@ from wyfold.kernels.low_rank_prepare.gluon import erase_gate as low_rank
 from wyfold.kernels.low_rank_prepare.triton import call_arguments
 from wyfold.kernels.prepare.gluon import channel
 from wyfold.runtime.chunk_layout import ChunkGrid, chunk_grid
-from wyfold.runtime.kernel_configs import Config
+from wyfold.runtime.kernel_configs import Config, LaunchKey
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.decay.eager import log_gate_floor
 
@@ -151,7 +151,7 @@ def judge_low_rank(machine: Machine, call: Call) -> None:
     arguments = call_arguments((q, k, None, call.b), g, None, A_log, dt_bias, o.shape[2], call.options)
     config = Config(4, 1, {})
     with machine.installed(channel.launch, config), machine.installed(low_rank, config):
-        found = low_rank.prepare(*arguments, call.grid, call.options, o, backward=True, clear=True)
+        found = low_rank.prepare(*arguments, call.grid, call.options, LaunchKey(), o, backward=True, clear=True)
     assert not o[:, call.end :].any(), "outputs behind the last sequence are zero"
     assert found.A is not None and found.K is None and found.P is None and found.R is None
     got = found.total, found.q, -found.rows, found.E, from_quarters(found.F), from_quarters(found.A)

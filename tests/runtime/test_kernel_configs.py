@@ -211,6 +211,15 @@ def test_a_tuned_row_switches_no_backend_on():
         assert not kernel_configs.dispatched("sm_90", "scan", key)
 
 
+def test_a_row_serves_only_what_it_names():
+    """A row without a launch fitted every launch, so the kernel of another rule was launched."""
+    for row in kernel_configs.dispatch_table()["sm_90"]:
+        key = LaunchKey.parse(row["key"])
+        others = [key._replace(launch="other"), key._replace(kept=True), key._replace(wide=True)]
+        others += [] if key.launch is None else [key._replace(launch=None)]
+        assert not any(kernel_configs.dispatched("sm_90", row["stage"], other) for other in others), row
+
+
 RESULTS = Path(__file__).resolve().parents[2] / "docs/results"
 PROVED = [(row["stage"], row["proved"]) for row in kernel_configs.dispatch_table()["sm_90"] if "proved" in row]
 

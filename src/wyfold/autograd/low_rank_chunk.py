@@ -88,10 +88,9 @@ class LowRankCall:
 
     def prepare(self, grid: ChunkGrid, o: Tensor, *, backward: bool, clear: bool) -> LowRankPrepared:
         """Launch `low_rank_prepare`; arguments are its."""
-        options = self.options
-        stage, device = options.stage("prepare"), self.t.q.device
-        module: Any = table.selected_module(stage, options.backend, self.prepare_key, device)
-        found: LowRankPrepared = module.prepare(*self.arguments, grid, options, o, backward=backward, clear=clear)
+        options, key = self.options, self.prepare_key
+        module: Any = table.selected_module(options.stage("prepare"), options.backend, key, self.t.q.device)
+        found: LowRankPrepared = module.prepare(*self.arguments, grid, options, key, o, backward=backward, clear=clear)
         return found
 
     def scan(
@@ -106,8 +105,7 @@ class LowRankCall:
     ) -> None:
         """Launch `low_rank_scan` over whole sequences; arguments are its."""
         t, options, triton = self.t, self.options, self.stage("scan")
-        how = {"in_parts": states is not None, "wide": o.dtype != t.v.dtype}
-        key = triton.scan_key(self.key, self.prepare_key, t.v, t.w, **how)
+        key = triton.scan_key(self.prepare_key, t.v, t.w, kept=states is not None, wide=o.dtype != t.v.dtype)
         module: Any = table.selected_module(options.stage("scan"), options.backend, key, t.v.device)
         given = t.v, t.w, prepared, initial, grid, options, key, o, final
         if module is triton:

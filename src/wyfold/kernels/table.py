@@ -268,8 +268,6 @@ def selected_backend(stage: str, backend: str, key: LaunchKey, device: torch.dev
     """
     if backend != "triton" or triton_support.interpreting() or _entry(stage, "gluon") is None:
         return backend
-    if stage == "scan" and (key.kept or key.wide):
-        return backend  # keeps intermediate states, or writes outputs of another dtype
     return "gluon" if kernel_configs.dispatched(triton_support.architecture(device), stage, key) else backend
 
 

@@ -87,7 +87,7 @@ def low_rank_keys(
         own = {
             "recurrent": recurrent.launch_key(stored, K, V),
             "prepare": prepared,
-            "scan": scan.scan_key(key, prepared, v, w, in_parts=in_parts, wide=wide),
+            "scan": scan.scan_key(prepared, v, w, kept=in_parts, wide=wide),
             "segment_fold": key._replace(V=None),  # always in Triton: the dispatch table has this stage by V
             "gradients": key._replace(gate=prepare.token_gate_kind(q, g, how)),
         }

@@ -74,8 +74,8 @@ class LaunchKey(NamedTuple):
         launch: Which of a stage's launches.
         group: Value heads of a key head.
         norm: `prepare` normalises the rows of q and k.
-        kept: Intermediate states are stored.
-        wide: The output has another dtype than v.
+        kept: Intermediate states are stored, or a low-rank rule runs segments.
+        wide: The output, or a factor of the values, has another dtype than v.
         alone: Every sequence has one token.
         low_occupancy: The programs fill at most half of the GPU's multiprocessors.
     """
@@ -137,6 +137,10 @@ class LaunchKey(NamedTuple):
             key.tile(name) == x if name in ("BK", "BV") else getattr(key, name) == x
             for name, x in self.fields().items()
         )
+
+    def asked(self) -> tuple[str | None, bool, bool]:
+        """The fields that say what a launch computes, and not of which sizes."""
+        return self.launch, self.kept, self.wide
 
     def rank(self) -> tuple[int, list[int]]:
         """How specific this row is. Two rows that fit one key have different ranks."""
@@ -200,9 +204,12 @@ def row(architecture: str, kernel: str, key: LaunchKey) -> str:
 
 @functools.cache
 def dispatched(architecture: str, stage: str, key: LaunchKey) -> bool:
-    """Whether an architecture launches a stage's Gluon kernel for a key, by `configs/dispatch.json`."""
-    rows = dispatch_table().get(architecture, ())
-    return any(found["stage"] == stage and LaunchKey.parse(found["key"]).fits(key) for found in rows)
+    """Whether an architecture launches a stage's Gluon kernel for a key, by `configs/dispatch.json`.
+
+    A row serves only what it names: a key with a launch, `kept` or `wide` needs a row with the same.
+    """
+    named = [LaunchKey.parse(row["key"]) for row in dispatch_table().get(architecture, ()) if row["stage"] == stage]
+    return any(row.fits(key) and row.asked() == key.asked() for row in named)
 
 
 @functools.cache

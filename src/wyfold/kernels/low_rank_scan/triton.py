@@ -101,19 +101,15 @@ def scan(
     )
 
 
-def scan_key(
-    key: LaunchKey, prepared: LaunchKey, v: Tensor, w: Tensor | None, *, in_parts: bool, wide: bool
-) -> LaunchKey:
-    """Launch key of the outputs' scan: with the gate's kind where a Gluon kernel may serve it.
+def scan_key(prepared: LaunchKey, v: Tensor, w: Tensor | None, *, kept: bool, wide: bool) -> LaunchKey:
+    """Launch key of the outputs' scan.
 
     Args:
-        key: Of the call.
-        prepared: Of its `low_rank_prepare`.
-        in_parts: Intermediate states are returned, or sequences are cut: the Triton kernel serves both.
-        wide: The output has another dtype than v: the Triton kernel serves it.
+        prepared: Key of `low_rank_prepare`, whose factors the scan reads.
+        kept: Intermediate states are returned, or sequences are cut.
+        wide: The output has another dtype than v.
     """
-    readable = not (in_parts or wide) and (w is None or w.dtype == v.dtype)
-    return key._replace(gate=prepared.gate) if prepared.per_channel and prepared.launch is None and readable else key
+    return prepared._replace(kept=kept, wide=wide or (w is not None and w.dtype != v.dtype))
 
 
 class Output(NamedTuple):

@@ -26,8 +26,8 @@ def kernels_of(key: LaunchKey) -> tuple[str, ...]:
 
 
 def prepare(
-    rows: Any, gate: Any, strength: Any, grid: Any, options: DeltaOptions, o: Tensor, *, backward: bool, clear: bool
+    rows: Any, gate: Any, strength: Any, grid: Any, options: DeltaOptions, key: LaunchKey, o: Tensor, **how: bool
 ) -> LowRankPrepared:
     """Compute the factors of every chunk; takes the arguments of the Triton launch."""
-    module = columns if options.rule == "given" else erase_gate
-    return module.prepare(rows, gate, strength, grid, options, o, backward=backward, clear=clear)
+    module = columns if key.launch == "two" else erase_gate
+    return module.prepare(rows, gate, strength, grid, options, key, o, **how)

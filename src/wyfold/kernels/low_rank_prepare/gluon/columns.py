@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from wyfold.kernels.low_rank_prepare.gluon.kernel import wyfold_low_rank_prepare_gluon
-from wyfold.kernels.low_rank_prepare.triton import allocate, launch_key
+from wyfold.kernels.low_rank_prepare.triton import allocate
 from wyfold.kernels.prepare.gluon.channel.arguments import Sizes
 from wyfold.kernels.records import LowRankPrepared
 from wyfold.runtime.chunk_layout import ChunkGrid
-from wyfold.runtime.kernel_configs import tile_width, tuned
+from wyfold.runtime.kernel_configs import LaunchKey, tile_width, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.columns.triton import RuleRows
@@ -35,6 +35,7 @@ def prepare(
     strength: Any,
     grid: ChunkGrid,
     options: DeltaOptions,
+    key: LaunchKey,
     o: Tensor,
     *,
     backward: bool,
@@ -48,7 +49,6 @@ def prepare(
         "low_rank_prepare", all_or_none(outputs, [None if x is None else tile_descriptor(x, C, 64) for x in outputs])
     )
     x_E, x_K = gluon_descriptors(described)
-    key = launch_key(rows.q.dtype, K, V, C)._replace(gate="channel", launch="two")
     config = tuned("low_rank_prepare.gluon", key, rows.q.device)
     launch_kernel(
         wyfold_low_rank_prepare_gluon,

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from wyfold.kernels.low_rank_prepare.triton import empty, launch_key
+from wyfold.kernels.low_rank_prepare.triton import empty
 from wyfold.kernels.prepare.gluon.channel import wyfold_prepare_channel_gluon
 from wyfold.kernels.prepare.gluon.channel.launch import channel_launch
 from wyfold.kernels.records import LowRankPrepared, Prepared
 from wyfold.runtime.chunk_layout import ChunkGrid
-from wyfold.runtime.kernel_configs import tuned
+from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.kernel_launch import launch_kernel
 from wyfold.runtime.options import DeltaOptions
 from wyfold.tile.columns.triton import RuleRows
@@ -28,13 +28,14 @@ def prepare(
     strength: Strength,
     grid: ChunkGrid,
     options: DeltaOptions,
+    key: LaunchKey,
     o: Tensor,
     *,
     backward: bool,
     clear: bool,
 ) -> LowRankPrepared:
     """Compute the factors of every chunk; takes the arguments of the Triton launch, of a rule without rows a."""
-    q, K, V, C = rows.q, rows.q.shape[3], o.shape[3], grid.chunk_size
+    q, C = rows.q, grid.chunk_size
     tiles = grid.chunks * o.shape[2]
     found = empty(q, options.rule, tiles, C, backward=backward)
     written = Prepared(
@@ -49,7 +50,7 @@ def prepare(
         rows_bwd=None,
         norms=q.new_empty(tiles, 2, C, dtype=found.total.dtype) if options.qk_l2norm else None,
     )
-    config = tuned("low_rank_prepare.gluon", launch_key(q.dtype, K, V, C)._replace(gate="channel"), q.device)
+    config = tuned("low_rank_prepare.gluon", key, q.device)
     programs, arguments = channel_launch(
         q, rows.k, rows.b, gate, strength._replace(erases=-1.0), written, config, grid, options, o, rows=True,
         clear=clear, zero=clear and backward,

@@ -57,15 +57,13 @@ def prepare_key(key: LaunchKey, q: Tensor, g: Tensor | None, options: DeltaOptio
     """Launch key of `low_rank_prepare`, given that of the call: with the gate where kernels of one kind exist.
 
     A call of the rule "keys" with a gate per channel is GDN-2, which has no rows a and no write strengths. Rules with
-    two columns have a kernel for chunks of 32 and tiles of 128 channels, of one head or more, without norms.
+    two columns have a kernel for tiles of 128 channels, of one head or more, without norms.
     """
     kind, channels = gate_kind(g), 0 if g is None else g.shape[2] * q.shape[3]
     of_channels = not options.recurrent and kind == "channel"
     if of_channels and options.rule == "keys":
         return key._replace(gate=kind)
-    # Without the chunk size, the row of GDN-2 in the dispatch table would fit a call in chunks of 64.
-    two = options.rule == "given" and key.C == 32 and not options.qk_l2norm and channels % 128 == 0
-    if of_channels and two:
+    if of_channels and options.rule == "given" and not options.qk_l2norm and channels % 128 == 0:
         return key._replace(gate=kind, launch="two")
     return key._replace(gate=token_gate_kind(q, g, options))
 

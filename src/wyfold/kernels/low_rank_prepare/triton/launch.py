@@ -27,6 +27,7 @@ def prepare(
     strength: Strength,
     grid: ChunkGrid,
     options: DeltaOptions,
+    key: LaunchKey,
     o: Tensor,
     *,
     backward: bool,
@@ -38,6 +39,7 @@ def prepare(
         rows, gate, strength: Kernel arguments of the call, from `call_arguments`.
         grid: The call's chunk grid.
         options: Uses `qk_l2norm`, `activation`, `chunk_size`, `rule`.
+        key: From `prepare_key`.
         o: [B, T, HV, V] output of the call; only tokens past a packed batch's last boundary are written, with zeros.
         backward: Whether `low_rank_scan_bwd` will read these.
         clear: Whether o is written at all; if not, any tensor of its shape may be passed.
@@ -46,9 +48,6 @@ def prepare(
     tiles, whole = grid.chunks * HV, tile_width(K)
     found = allocate(rows.q, options, grid, tiles, backward=backward, clear=clear)
     kind = gate_kind(gate.g)
-    key = launch_key(rows.q.dtype, K, V, C)
-    if kind != "channel":
-        key = key._replace(gate=kind)
     config = tuned("low_rank_prepare.triton", key, rows.q.device)
     BK, BE = min(whole, config.blocks["BK"]), right_operand(whole, config.blocks["BE"], rows.q.dtype)
     launch_kernel(
