@@ -203,10 +203,16 @@ def test_kernels_compile_before_anything_is_timed(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("budgets", "most"), [(("--budget", "1000"), 500), (("--budget", "1000", "--compile-budget", "800"), 800)]
+    ("budgets", "most", "named"),
+    [
+        (("--budget", "1000"), 500, "half of --budget"),
+        (("--budget", "1000", "--compile-budget", "800"), 800, "--compile-budget"),
+    ],
 )
-def test_a_peer_that_was_not_compiled_in_time_is_not_run(budgets: tuple[str, ...], most: int, monkeypatch, tmp_path):
-    """Wyfold is: a result without a time of Wyfold is worth nothing."""
+def test_a_peer_that_was_not_compiled_in_time_is_not_run(
+    budgets: tuple[str, ...], most: int, named: str, monkeypatch, tmp_path
+):
+    """Wyfold is: a result without a time of Wyfold is worth nothing. The row names the option that was given."""
     adapter = Adapter(lambda: Loaded("library.gdn", lambda arguments: pytest.fail("runs")))
     library = Peer("library", "json", "", {"chunk_gated_delta_rule": (adapter,)}, device="cpu")
     monkeypatch.setitem(PEERS, "library", library)
@@ -216,7 +222,7 @@ def test_a_peer_that_was_not_compiled_in_time_is_not_run(budgets: tuple[str, ...
     ours = [row for row in record["rows"] if row["contender"] == "wyfold"]
     (theirs,) = (row for row in record["rows"] if row["contender"] == "library")
     assert code == 0 and len(ours) == len(ALL) and all(row["milliseconds"] for row in ours)
-    assert theirs["refused"] == "not compiled within --compile-budget" and not theirs["milliseconds"]
+    assert theirs["refused"] == f"not compiled within {named}" and not theirs["milliseconds"]
 
 
 def test_a_failing_compilation_leaves_its_error_to_the_row(monkeypatch, capsys, tmp_path):

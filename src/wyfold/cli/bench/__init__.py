@@ -180,12 +180,14 @@ def _compile(
     """Compile the kernels of all cases in parallel, for as long as the budgets allow."""
     from wyfold.cli.bench.precompile import compile_all
 
-    seconds = args.compile_budget or (args.budget / 2 if args.budget else None)
+    seconds, budget = args.compile_budget, "--compile-budget"
+    if not seconds and args.budget:
+        seconds, budget = args.budget / 2, "half of --budget"
     deadline = session.began + seconds if seconds else None
     every = [case for group in cases for case in group]
     for job in compile_all(every, peers, args.also, args.compile, deadline):
         if job.contender != OURS:  # a run has times of Wyfold, whatever a peer's compilation took
-            session.uncompiled |= {(case, job.ran) for case in job.cases}
+            session.uncompiled |= {(case, job.ran): f"not compiled within {budget}" for case in job.cases}
 
 
 def _write_record(folder: Path | None, stem: str, record: dict[str, Any], session: BenchSession) -> None:

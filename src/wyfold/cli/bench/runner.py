@@ -38,7 +38,7 @@ class BenchSession:
         done: Cases finished so far.
         gpu: The GPU to measure on; None before the first case that needs it.
         copy_rate: Bytes per second of a large copy on that GPU; None without a GPU.
-        uncompiled: (case, full name of a peer's implementation) pairs that are not run: compiling took too long.
+        uncompiled: (case, full name of a peer's implementation) -> why it is not run: compiling took too long.
     """
 
     def __init__(self, cases: int, rounds: int, graph: bool, cold: bool):
@@ -46,7 +46,7 @@ class BenchSession:
         self.began, self.done = time.perf_counter(), 0
         self.gpu: timing.Gpu | None = None
         self.copy_rate: float | None = None
-        self.uncompiled: set[tuple[Case, str]] = set()
+        self.uncompiled: dict[tuple[Case, str], str] = {}
 
     def open_gpu(self, case: Case) -> None:
         """Open the GPU and measure its copy rate when the first case needs it."""
@@ -164,8 +164,8 @@ def _row(
     }
     if case.backward and not implementation.backward:
         return row | {"refused": "has no backward"}
-    if (case, implementation.ran) in session.uncompiled:
-        return row | {"refused": "not compiled within --compile-budget"}
+    if late := session.uncompiled.get((case, implementation.ran)):
+        return row | {"refused": late}
     try:
         found = checker.check_call(implementation, case.backward, ours=implementation.name == OURS)
         row["launches"] = plan(implementation, case, arguments)
