@@ -151,6 +151,18 @@ def test_other_dtypes(rule: str, dtype: torch.dtype):
     compare(rule, a | {"v": with_row_stride(a["v"], 128, first=1)}, GRADIENTS["expanded"])
 
 
+@pytest.mark.parametrize("rule", ["kda", "gla"])
+def test_keys_of_256_channels(rule: str):
+    """GLA reads fewer factors, so that a third stage fits beside the tiles, which KDA has no memory for."""
+    a = inputs.draw("random", rule, Shape(1, 128, 1, 1, 256, 512), dtype=torch.bfloat16)
+    for x in a.values():
+        x.requires_grad_()
+    a |= {"backend": "triton", "chunk_size": 32}
+    compare(rule, a, GRADIENTS["plain"])
+    rows = {stage: row for stage, _, row in explained(getattr(wyfold, f"chunk_{rule}"), a).rows}
+    assert rows["scan"] == rows["scan_bwd"] == f"bf16 BK256 C32 channel{' additive' if rule == 'gla' else ''}"
+
+
 @pytest.mark.parametrize("chunk_size", [32, 64])
 @pytest.mark.parametrize("rule", ["dplr_delta_rule", "gdn2"])
 def test_kernels_of_low_rank_rules(rule: str, chunk_size: int):

@@ -47,7 +47,8 @@ class KernelCall:
         prepare = self.stage("prepare")
         self.t = _aligned(t)
         self.folded = prepare.reads_folded(t.g)
-        self.key: LaunchKey = prepare.launch_key(t.q.dtype, K, V, C, prepare.gate_kind(t.g), self.folded)
+        gate = prepare.gate_kind(t.g)
+        self.key: LaunchKey = prepare.launch_key(t.q.dtype, K, V, C, gate, self.folded, erases=options.erases)
         self.uses_tma = any(
             table.selected_backend(name, options.backend, self.key, t.q.device) == "gluon"
             for name in ("scan", "scan_bwd")

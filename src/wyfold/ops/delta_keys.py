@@ -27,6 +27,7 @@ def launch_keys(
     *,
     kept: bool,
     norm: bool,
+    erases: bool,
 ) -> list[tuple[str, LaunchKey]]:
     """(stage, launch key) of each kernel of a chunked call.
 
@@ -35,10 +36,11 @@ def launch_keys(
         scanned: Number of sequences, or the likely number of segments.
         kept: Intermediate states are returned.
         norm: Kernels normalise the rows of q and k.
+        erases: As of `DeltaOptions`.
     """
     prepare: Any = table.kernel_module("prepare", "triton")
     gate, folded = prepare.gate_kind(g), prepare.reads_folded(g)
-    key = prepare.launch_key(q.dtype, q.shape[-1], v.shape[-1], chunk_size, gate, folded)
+    key = prepare.launch_key(q.dtype, q.shape[-1], v.shape[-1], chunk_size, gate, folded, erases=erases)
     keys = dict.fromkeys(stages[0] + stages[1], key)
     keys["prepare"] = key._replace(norm=norm)
     keys["scan"] = table.kernel_module("scan", "triton").scan_key(key, scanned, v, kept=kept)

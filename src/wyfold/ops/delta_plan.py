@@ -165,7 +165,8 @@ def _keys(
     if crossing is not None:
         scanned = crossing.segment_tables(sizes["B"], options.chunk_size, options.cut).segments
     kept = checked.every > 0
-    return launch_keys(stages, t.q, t.v, t.g, options.chunk_size, scanned, kept=kept, norm=options.qk_l2norm)
+    how = {"kept": kept, "norm": options.qk_l2norm, "erases": options.erases}
+    return launch_keys(stages, t.q, t.v, t.g, options.chunk_size, scanned, **how)
 
 
 def with_backend(

@@ -131,8 +131,9 @@ def _keys(
         order = {"v_first": flags.state_v_first, "alone": alone}
         return [("recurrent", recurrent.served_key(t.pool, sizes["K"], sizes["V"], t.g, **order))]
     likely = expected_segments(checked.sequences, sizes["B"] * sizes["T"], options.chunk_size, options.cut)
-    stages, kept = (("prepare", *between, "scan"), ()), options.checkpoint_every > 0
-    found = launch_keys(stages, t.q, t.v, t.g, options.chunk_size, likely, kept=kept, norm=options.qk_l2norm)
+    stages = ("prepare", *between, "scan"), ()
+    flagged = {"kept": options.checkpoint_every > 0, "norm": options.qk_l2norm, "erases": options.erases}
+    found = launch_keys(stages, t.q, t.v, t.g, options.chunk_size, likely, **flagged)
     if wide:
         found = [(stage, key._replace(wide=stage == "scan")) for stage, key in found]
     return found

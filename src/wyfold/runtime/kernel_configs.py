@@ -73,6 +73,7 @@ class LaunchKey(NamedTuple):
         form: Factors that the scans read: "EF", or "WF" if unfolded.
         launch: Which of a stage's launches.
         group: Value heads of a key head.
+        additive: Writes erase nothing, as in GLA. The kernels then read fewer factors.
         norm: `prepare` normalises the rows of q and k.
         kept: Intermediate states are stored, or a low-rank rule runs segments.
         wide: The output, or a factor of the values, has another dtype than v.
@@ -92,6 +93,7 @@ class LaunchKey(NamedTuple):
     form: str | None = None
     launch: str | None = None
     group: int | None = None
+    additive: bool = False
     norm: bool = False
     kept: bool = False
     wide: bool = False
@@ -169,7 +171,7 @@ def _field(word: str) -> tuple[str, Any]:
     for name, values in _CHOICES.items():
         if word in values:
             return name, word
-    if word in LaunchKey._fields[-5:]:
+    if word in LaunchKey._fields[-6:]:
         return word, True
     letters = word.rstrip("0123456789")
     for name, prefix in _PREFIXES.items():

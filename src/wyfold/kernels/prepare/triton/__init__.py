@@ -62,7 +62,7 @@ def prepare(
         for x in found:
             if x is not None:
                 x.zero_()
-    config = tuned("prepare.triton", launch_key(q.dtype, K, V, C, gate, folded), q.device)
+    config = tuned("prepare.triton", launch_key(q.dtype, K, V, C, gate, folded, erases=options.erases), q.device)
     # With a channel gate, one warp per sub-chunk.
     warps = C // 16 if channel else config.warps
     BK = BE = whole
@@ -148,6 +148,9 @@ def reads_folded(g: Tensor | None) -> bool:
     return gate_kind(g) == "channel"
 
 
-def launch_key(dtype: torch.dtype, K: int, V: int, chunk_size: int, gate: str, folded: bool) -> LaunchKey:
+def launch_key(
+    dtype: torch.dtype, K: int, V: int, chunk_size: int, gate: str, folded: bool, *, erases: bool = True
+) -> LaunchKey:
     """Launch configuration key."""
-    return LaunchKey(dtype_word(dtype), K, V, C=chunk_size, gate=gate, form="EF" if folded else "WF")
+    form = "EF" if folded else "WF"
+    return LaunchKey(dtype_word(dtype), K, V, C=chunk_size, gate=gate, form=form, additive=not erases)

@@ -56,7 +56,8 @@ def prepare(
     found = empty(q, g, grid.chunks * HV, C, **how, backward=backward, forward=forward)
     gate = Gate(g, strides(g), A_log, dt_bias, options.lower_bound, options.clamp or FLOOR)
     strength = with_strides(Strength, beta=beta, most=options.beta_most, erases=float(options.erases))
-    config = tuned("prepare.gluon", launch_key(q.dtype, K, V, C, gate_kind(g), folded), q.device)
+    key = launch_key(q.dtype, K, V, C, gate_kind(g), folded, erases=options.erases)
+    config = tuned("prepare.gluon", key, q.device)
     programs, arguments = channel_launch(
         q, k, None, gate, strength, found, config, grid, options, o, rows=False, clear=clear, zero=clear and backward
     )

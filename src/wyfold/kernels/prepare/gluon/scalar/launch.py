@@ -51,7 +51,7 @@ def prepare(
         for x in found:
             if x is not None:
                 x.zero_()
-    key = launch_key(q.dtype, K, V, C, gate, folded)._replace(norm=options.qk_l2norm)
+    key = launch_key(q.dtype, K, V, C, gate, folded, erases=options.erases)._replace(norm=options.qk_l2norm)
     config = tuned("prepare.gluon", key, q.device)
     rows = all_or_none((q, k), [token_descriptor(x, C, K) for x in (q, k)])
     x_q, x_k = gluon_descriptors(rows or (q, k))
