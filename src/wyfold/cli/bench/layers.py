@@ -64,13 +64,17 @@ def layer_spec(op: str, shape: Shape) -> LayerSpec:
 
 
 def layer_arguments(op: str, shape: Shape, dtype: torch.dtype, device: str, seed: int) -> Arguments:
-    """Parameters of an initialised layer, by name, and its `HEADS`. Those of the decay are float32 or wider."""
-    with torch.random.fork_rng([device] if torch.device(device).type == "cuda" else []):
-        torch.manual_seed(seed)
-        layer = _layer(LAYERS[op], shape, None, device)
+    """Parameters of an initialised layer, by name, and its `HEADS`. Those of the decay are float32 or wider.
+
+    They are drawn on the CPU: a capture that failed, as that of fla's layers does, leaves PyTorch's generator of the
+    GPU unusable.
+    """
+    with torch.random.fork_rng([]):
+        torch.default_generator.manual_seed(seed)
+        layer = _layer(LAYERS[op], shape, None, "cpu")
     wide = torch.promote_types(dtype, torch.float32)
     parameters = {
-        name: x.detach().to(wide if name.startswith("decay_parameters.") else dtype)
+        name: x.detach().to(device, wide if name.startswith("decay_parameters.") else dtype)
         for name, x in layer.named_parameters()
     }
     return parameters | {HEADS: shape.H}
