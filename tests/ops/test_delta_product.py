@@ -131,3 +131,14 @@ def test_refusals(change: dict, message: str, form):
         form(**a | {"num_householder": "2"})
     with pytest.raises(TypeError, match=f"^{form.__name__}: return_intermediate_states must be True or False"):
         form(**a, return_intermediate_states=torch.ones(2))
+
+
+def test_spacing_of_states_that_is_no_multiple_of_the_chunk():
+    """The message named the updates between states, 20, and not what was given."""
+    k = torch.zeros(1, 20, 2, 8)
+    with pytest.raises(
+        ValueError, match="checkpoint_every must be a multiple of chunk_size = 16, got 10 times 2 updates"
+    ):
+        wyfold.chunk_gated_delta_product(
+            k[:, :10], k, k, num_householder=2, chunk_size=16, return_intermediate_states=True, checkpoint_every=10
+        )

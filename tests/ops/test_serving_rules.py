@@ -202,11 +202,15 @@ def test_gla_decodes_heads_of_128_channels_by_its_own_kernel(backend: str, devic
 
 REFUSED: dict[str, tuple[str, Call, str]] = {
     "unknown": ("gla", {"rule": "mamba"}, r"rule must be one of 'delta', 'gla', 'dplr', 'gdn2', got 'mamba'"),
-    "beta": ("gla", {"beta": torch.ones(2, 1, HV)}, r"beta must be None with rule='gla', got a tensor"),
+    "beta": ("gla", {"beta": torch.ones(2, 1, HV)}, r"beta must be None with rule='gla', got Tensor"),
     "no b": ("dplr", {"b": None}, r"b must be given with rule='dplr', got None"),
-    "a of gdn2": ("gdn2", {"a": torch.ones(2, 1, H, K)}, r"a must be None with rule='gdn2', got a tensor"),
-    "a of delta": ("dplr", {"rule": "delta"}, r"a must be None with rule='delta', got a tensor"),
+    "a of gdn2": ("gdn2", {"a": torch.ones(2, 1, H, K)}, r"a must be None with rule='gdn2', got Tensor"),
+    "a is a number": ("gdn2", {"a": 1.0}, r"a must be None with rule='gdn2', got float"),
+    "a of delta": ("dplr", {"rule": "delta"}, r"a must be None with rule='delta', got Tensor"),
     "norm": ("dplr", {"use_qk_l2norm_in_kernel": True}, r"use_qk_l2norm_in_kernel must be False with rule='dplr'"),
+    "norm is a number": ("dplr", {"use_qk_l2norm_in_kernel": 1}, r"use_qk_l2norm_in_kernel must be True or False"),
+    "norm is a tensor": ("gla", {"use_qk_l2norm_in_kernel": torch.ones(3)}, r"use_qk_l2norm_in_kernel must be True or"),
+    "safe_gate is a tensor": ("gla", {"safe_gate": torch.ones(3)}, r"safe_gate must be True or False, got tensor"),
     "bound": ("dplr", {"lower_bound": -1.0}, r"lower_bound must come with safe_gate=True with rule='dplr', got -1.0"),
     "bound of gla": ("gla", {"lower_bound": -1.0}, r"lower_bound must be None with rule='gla', got -1.0"),
     "shape": ("dplr", {"a": torch.ones(2, 1, H, 8)}, r"a must be \[B, T, H, K\]"),
@@ -223,6 +227,6 @@ def test_refusals(name: str):
     call = drawn(rule, torch.device("cpu"), 2, 1) | {"beta": None, "rule": rule.name} | change
     pool = a_pool(torch.device("cpu"))
     before = pool.clone()
-    with pytest.raises(ValueError, match=f"^decode: {message}"):
+    with pytest.raises((TypeError, ValueError), match=f"^decode: {message}"):
         serving.decode(**call, pool=pool, state_v_first=False)
     assert torch.equal(pool, before)

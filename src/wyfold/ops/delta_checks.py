@@ -48,6 +48,7 @@ class DeltaFlags(NamedTuple):
         tokens: Length of the buffer of a `SequenceLayout`, else None.
         rule, erases: As of `DeltaOptions`; properties of the operator.
         names: Field of `DeltaTensors` -> its name in the operator's signature, where that differs.
+        updates: Of a token, each of which is a row of the call. Then `checkpoint_every` is so many times the argument.
     """
 
     op: str
@@ -74,6 +75,7 @@ class DeltaFlags(NamedTuple):
     rule: str = "delta"
     erases: bool = True
     names: tuple[tuple[str, str], ...] = ()
+    updates: int = 1
 
     def name(self, argument: str) -> str:
         """Name of an argument in the operator's signature."""

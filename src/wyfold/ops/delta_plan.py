@@ -282,7 +282,8 @@ def _chunk_size_of(t: DeltaTensors, flags: DeltaFlags, checked: CheckedDelta) ->
     channel = flags.channel if flags.rule == "delta" else t.g is not None and t.g.ndim == 4
     size = flags.chunk_size or best_chunk_size(t.q, t.v, channel_gate=channel, rule=flags.rule)
     if every % size:
-        raise ValueError(f"{op}: checkpoint_every must be a multiple of chunk_size = {size}, got {every}")
+        got = f"{every // flags.updates} times {flags.updates} updates" if flags.updates > 1 else f"{every}"
+        raise ValueError(f"{op}: checkpoint_every must be a multiple of chunk_size = {size}, got {got}")
     return size
 
 

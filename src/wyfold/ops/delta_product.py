@@ -122,6 +122,7 @@ def chunk_gated_delta_product(
             chunk_size=chunk_size,
             disable_recompute=disable_recompute,
             max_splits=max_splits,
+            updates=updates.n,
         )
         given = updates.q, k, v, updates.g, beta, initial_state, None, None
         return updates, delta_arguments(flags, given, updates.cu_seqlens, updates.on_cpu)

@@ -125,9 +125,11 @@ def check_rule(t: ServingTensors, flags: ServingFlags) -> None:
         if getattr(t, column) is None and column in rule.required:
             raise ValueError(f"{op}: {column} must be given with rule={name!r}, got None")
         if getattr(t, column) is not None and column not in rule.required + rule.optional:
-            raise ValueError(f"{op}: {column} must be None with rule={name!r}, got a tensor")
+            given = type(getattr(t, column)).__name__
+            raise ValueError(f"{op}: {column} must be None with rule={name!r}, got {given}")
     if t.beta is not None and name != "delta":
-        raise ValueError(f"{op}: beta must be None with rule={name!r}, got a tensor")
+        raise ValueError(f"{op}: beta must be None with rule={name!r}, got {type(t.beta).__name__}")
+    check.flag(op, **{flag: getattr(flags, flag) for flag in (*rule.flags, "safe_gate")})
     for flag in rule.flags:
         if getattr(flags, flag):
             raise ValueError(f"{op}: {flag} must be False with rule={name!r}, got True")
