@@ -198,7 +198,7 @@ def test_a_failed_child_leaves_a_row_without_memory(monkeypatch, capsys):
             ["kda", "--peers", "fla:slow"],
             "--peers: fla has no variant 'slow'; there are generic, safe_gate, staged, fused",
         ),
-        (["gdn", "--gates", "mid,odd"], "gates: unknown 'odd'; there are fast, mid, slow, model, bounded"),
+        (["gdn", "--gates", "mid,odd"], "--gates: unknown 'odd'; there are fast, mid, slow, model, bounded"),
         (["gdn", "--suite", "groups", "--norm", "inside"], "--suite groups: decides --shapes, --gates, --norm"),
         (["gla", "--suite", "groups"], "--suite groups has no gla"),
         (["--suite", "groups", "--mode", "fwd"], "--mode; leave out --mode"),
@@ -210,15 +210,18 @@ def test_a_failed_child_leaves_a_row_without_memory(monkeypatch, capsys):
         (["gdn", "decode_kda", "--gates", "model"], "--gates model: decoding is timed with decays that are given"),
         (
             ["gdn", "--dtype", "float32,float8"],
-            "dtype: unknown 'float8'; there are float32, float64, bfloat16, float16",
+            "--dtype: unknown 'float8'; there are float32, float64, bfloat16, float16",
         ),
-        (["gdn", "--mode", "bwd"], "mode: unknown 'bwd'; there are fwd, fwdbwd, graph"),
+        (["gdn", "--mode", "bwd"], "--mode: unknown 'bwd'; there are fwd, fwdbwd, graph"),
         (["gdn", "--mode", "fwd,graph"], "--mode graph: CUDA graphs need a GPU, but the device is cpu"),
-        (["gdn", "--also", "luck"], "also: unknown 'luck'; there are disable_recompute, batch_invariant, safe_gate"),
-        (["solve", "--chunk", "48"], "chunk: unknown '48'; there are 16, 32, 64"),
+        (["gdn", "--also", "luck"], "--also: unknown 'luck'; there are disable_recompute, batch_invariant, safe_gate"),
+        (["solve", "--chunk", "48"], "--chunk: unknown '48'; there are 16, 32, 64"),
         (["gdn", "--shapes", "1,2,3"], "--shapes: must be of h96, b4t4k, "),
         (["gdn", "--shapes", "h96,1"], "or B,T,H,K or B,T,H,HV,K or B,T,H,HV,K,V, whole numbers, got 'h96,1'"),
         (["gdn", "--rounds", "0"], "--rounds: must be a whole number of at least 1"),
+        (["gdn", "--compile-budget", "9"], "--compile-budget: must come with --compile"),
+        # It was found after all timing, when the result could not be written.
+        (["gdn", "--label", "of/day"], "--label: must be a part of a file name, got 'of/day'"),
     ],
 )
 def test_invalid_options_are_named(words, shown, capsys):

@@ -167,11 +167,15 @@ def parse_lists(args: argparse.Namespace) -> None:
     """Parse the comma-separated options in place and refuse invalid combinations, before torch is imported."""
     if args.suite:
         _check_suite(args)
-    args.dtype = _names("dtype", args.dtype or "", DTYPES)
-    args.gates = _names("gates", args.gates or GATE, (*DECAYS, MODEL, BOUNDED, NO_GATE))
-    args.mode = _names("mode", args.mode or DIRECTIONS, MODES)
-    args.also = _names("also", args.also, VARIANTS)
-    args.chunk = [int(size) for size in _names("chunk", args.chunk, [str(size) for size in CHUNK_SIZES])]
+    if args.compile_budget and not args.compile:
+        raise UsageError("--compile-budget: must come with --compile")
+    if not set(args.label).isdisjoint("/\\\0"):
+        raise UsageError(f"--label: must be a part of a file name, got {args.label!r}")
+    args.dtype = _names("--dtype", args.dtype or "", DTYPES)
+    args.gates = _names("--gates", args.gates or GATE, (*DECAYS, MODEL, BOUNDED, NO_GATE))
+    args.mode = _names("--mode", args.mode or DIRECTIONS, MODES)
+    args.also = _names("--also", args.also, VARIANTS)
+    args.chunk = [int(size) for size in _names("--chunk", args.chunk, [str(size) for size in CHUNK_SIZES])]
     args.of_suite = _names("OP", ",".join(args.op), OPS) if args.suite else []
     args.op = _names("OP", ",".join(args.op) or ("" if args.suite else ",".join(COMMON)), OPS)
     inside = [gate for gate in args.gates if gate in (MODEL, BOUNDED)]
@@ -208,7 +212,7 @@ def resolve_defaults(args: argparse.Namespace) -> str:
     usual = DEVICE_DEFAULTS.get(kind, DEVICE_DEFAULTS["cpu"])
     args.default_shapes = not args.shapes
     args.shapes = [named for some in args.shapes or [_shapes(usual.shapes)] for named in some]
-    args.dtype, args.norm = args.dtype or _names("dtype", usual.dtype, DTYPES), args.norm or usual.norm
+    args.dtype, args.norm = args.dtype or _names("--dtype", usual.dtype, DTYPES), args.norm or usual.norm
     args.rounds = args.rounds or usual.rounds
     if args.ranks and not launched():
         start = "torchrun --nproc-per-node N -m wyfold bench ..."
