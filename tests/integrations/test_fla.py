@@ -279,6 +279,8 @@ def test_old_name_of_the_state_layout():
         assert state.shape[-2:] == (V, K)
         with pytest.raises(ValueError, match="transpose_state_layout, got both"):
             call(*given, beta=x["beta"], state_v_first=True, transpose_state_layout=False)
+        with pytest.raises(TypeError, match="transpose_state_layout must be True or False, got 1"):
+            call(*given, beta=x["beta"], transpose_state_layout=1)
 
 
 def test_unsupported_arguments_are_refused():

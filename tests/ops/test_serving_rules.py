@@ -210,7 +210,7 @@ REFUSED: dict[str, tuple[str, Call, str]] = {
     "norm": ("dplr", {"use_qk_l2norm_in_kernel": True}, r"use_qk_l2norm_in_kernel must be False with rule='dplr'"),
     "norm is a number": ("dplr", {"use_qk_l2norm_in_kernel": 1}, r"use_qk_l2norm_in_kernel must be True or False"),
     "norm is a tensor": ("gla", {"use_qk_l2norm_in_kernel": torch.ones(3)}, r"use_qk_l2norm_in_kernel must be True or"),
-    "safe_gate is a tensor": ("gla", {"safe_gate": torch.ones(3)}, r"safe_gate must be True or False, got tensor"),
+    "safe_gate is a tensor": ("gla", {"safe_gate": torch.ones(3)}, r"safe_gate must be True or False, got Tensor"),
     "bound": ("dplr", {"lower_bound": -1.0}, r"lower_bound must come with safe_gate=True with rule='dplr', got -1.0"),
     "bound of gla": ("gla", {"lower_bound": -1.0}, r"lower_bound must be None with rule='gla', got -1.0"),
     "shape": ("dplr", {"a": torch.ones(2, 1, H, 8)}, r"a must be \[B, T, H, K\]"),

@@ -67,6 +67,14 @@ def test_flags():
             check.flag("op", a=True, b=bad)
 
 
+def test_of_a_tensor_in_place_of_a_flag_or_choice_the_type_is_named():
+    """Messages had its numbers, on many lines, which are waited for if they are on a GPU."""
+    given = torch.ones(4, 4, device="meta")
+    for call in (lambda: check.flag("op", a=given), lambda: check.choice("op", "a", given, (1, 2))):
+        with pytest.raises((TypeError, ValueError), match=r"op: a must be .*, got Tensor$"):
+            call()
+
+
 def test_numbers():
     assert check.number("op", "scale", 2) == 2.0 and isinstance(check.number("op", "scale", 2), float)
     for bad in (True, "1", None, torch.tensor(1.0), 1j):

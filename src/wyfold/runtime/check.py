@@ -86,7 +86,12 @@ def flag(op: str, **flags: object) -> None:
     """Raise unless every given flag is True or False."""
     for name, value in flags.items():
         if not isinstance(value, bool):
-            raise TypeError(f"{op}: {name} must be True or False, got {value!r}")
+            raise TypeError(f"{op}: {name} must be True or False, got {_given(value)}")
+
+
+def _given(value: object) -> str:
+    """A value in a message; of a tensor its type, because numbers on a GPU would be waited for."""
+    return type(value).__name__ if isinstance(value, Tensor) else repr(value)
 
 
 def number(op: str, name: str, value: object) -> float:
@@ -129,7 +134,7 @@ def integer(op: str, name: str, value: object, *, least: int, most: int = 2**63 
 def choice(op: str, name: str, value: object, options: Sequence[object]) -> None:
     """Raise unless value is one of options. Types must agree too: True is not 1."""
     if not any(value is option or (type(value) is type(option) and value == option) for option in options):
-        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, options))}, got {value!r}")
+        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, options))}, got {_given(value)}")
 
 
 def shapes(

@@ -386,6 +386,7 @@ def v_first(op: str, state_v_first: bool, transpose_state_layout: bool | None) -
     """State layout, given under its new or its old name."""
     if transpose_state_layout is None:
         return state_v_first
+    check.flag(op, state_v_first=state_v_first, transpose_state_layout=transpose_state_layout)
     if state_v_first:
         raise ValueError(f"{op}: state_v_first must come without its old name transpose_state_layout, got both")
     warnings.warn("transpose_state_layout is called state_v_first now", DeprecationWarning, stacklevel=3)
