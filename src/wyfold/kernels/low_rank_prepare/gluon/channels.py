@@ -80,7 +80,6 @@ def channel_sums(
     numbers,
     FULL: gl.constexpr,
     ACTIVATION: gl.constexpr,
-    HV: gl.constexpr,
     K: gl.constexpr,
     BT: gl.constexpr,
 ):
@@ -159,7 +158,7 @@ def column_factor(sums, anchor):
 
 
 @gluon.jit
-def upper_columns(b, k, K: gl.constexpr, BT: gl.constexpr):
+def upper_columns(b, k, K: gl.constexpr):
     """The columns of the upper and of the lower rows: b and k, in a second head k and b."""
     if K == 128:
         return b, k

@@ -82,13 +82,13 @@ def wyfold_low_rank_prepare_gluon(
     a = load_channels(tokens.a, tokens.s_a, at, i_hv, 0, FULL, HV // SIZES.H, K, BT)
     q = load_channels(tokens.q, tokens.s_q, at, i_hv, 0, FULL, HV // SIZES.H, K, BT)
     b_column, k_column = load_columns(tokens, at, i_hv, SIZES, FLAGS)
-    before, sums, total = channel_sums(gate, at, i_hv, numbers, FULL, ACTIVATION, HV, K, BT)
+    before, sums, total = channel_sums(gate, at, i_hv, numbers, FULL, ACTIVATION, K, BT)
     store_channels(factors.total, None, i_tile * K, exp2(total), K, BT)
     a, q = a.to(gl.float32) * row_factor(before, 0), q.to(gl.float32) * row_factor(sums, 0)
     store_channels(factors.rows, BT, i_tile * (BT * K), a, K, BT)
     store_channels(factors.q, BT, i_tile * (BT * K), q, K, BT)
     rows_smem.store(stack_tiles(a, q))
-    upper, lower = upper_columns(b_column, k_column, K, BT)
+    upper, lower = upper_columns(b_column, k_column, K)
     factor = column_factor(sums, 0)
     columns_smem.store(stack_tiles(upper.to(gl.float32) * factor, lower.to(gl.float32) * factor))
     fence_async_shared()
@@ -124,7 +124,6 @@ def add_anchors(
     SIZES: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
     """Add the pairs that further anchors serve, and store the pairs of columns."""
-    HV: gl.constexpr = SIZES.HV
     K: gl.constexpr = SIZES.K
     BT: gl.constexpr = SIZES.BT
     FULL: gl.constexpr = FLAGS.FULL
@@ -134,7 +133,7 @@ def add_anchors(
         gram_0, gram_1 = add_anchor(gram_0, gram_1, anchor, tokens, gate, at, h, numbers, rows, columns, SIZES, FLAGS)
     barrier()
     b, k = load_columns(tokens, at, h, SIZES, FLAGS)
-    _before, sums, total = channel_sums(gate, at, h, numbers, FULL, ACTIVATION, HV, K, BT)
+    _before, sums, total = channel_sums(gate, at, h, numbers, FULL, ACTIVATION, K, BT)
     store_pairs(columns, b, k, sums, total, K, BT)
     return gram_0, gram_1
 
@@ -144,7 +143,7 @@ def store_pairs(columns, b, k, sums, total, K: gl.constexpr, BT: gl.constexpr):
     """Store pairs of the columns decayed to the chunk's end over the columns."""
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     pairs = reinterpret(columns, gl.bfloat16, [2, 2 * BT, 128], WIDE)
-    upper, lower = upper_columns(b, k, K, BT)
+    upper, lower = upper_columns(b, k, K)
     rest = exp2(total_rows(total, sums) - sums)
     upper_high, upper_low = bf16_parts(rounded_product(upper.to(gl.float32), rest))
     lower_high, lower_low = bf16_parts(rounded_product(lower.to(gl.float32), rest))
@@ -175,9 +174,9 @@ def add_anchor(
     BT: gl.constexpr = SIZES.BT
     FULL: gl.constexpr = FLAGS.FULL
     ACTIVATION: gl.constexpr = FLAGS.ACTIVATION
-    before, sums, _total = channel_sums(gate, at, h, numbers, FULL, ACTIVATION, HV, K, BT)
+    before, sums, _total = channel_sums(gate, at, h, numbers, FULL, ACTIVATION, K, BT)
     b_column, k_column = load_columns(tokens, at, h, SIZES, FLAGS)
-    upper, lower = upper_columns(b_column, k_column, K, BT)
+    upper, lower = upper_columns(b_column, k_column, K)
     a = load_channels(tokens.a, tokens.s_a, at, h, 0, FULL, HV // SIZES.H, K, BT)
     q = load_channels(tokens.q, tokens.s_q, at, h, 0, FULL, HV // SIZES.H, K, BT)
     rows.store(stack_tiles(a.to(gl.float32) * row_factor(before, anchor), q.to(gl.float32) * row_factor(sums, anchor)))
