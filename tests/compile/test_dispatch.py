@@ -9,6 +9,7 @@ import inspect
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -108,3 +109,12 @@ def test_dtypes_of_gdn2(given: dict[str, torch.dtype], kernels: dict[tuple[str, 
     """`serving.prefill` with a float32 `out` launched the scan in Gluon, which stores bfloat16."""
     gdn2(**given)()
     assert any(kernel == "low_rank_scan.gluon" for kernel, _ in kernels) == (torch.float32 not in given.values())
+
+
+@pytest.mark.parametrize("subject", [subject for subject in OPERATOR_SPECS if "path" not in subject])
+def test_explain_names_the_rows_of_every_call(subject: str):
+    """Both search by the keys of one function. PaTH attention launches fewer kernels in a call of one block."""
+    for call, segments in itertools.product(variants(subject), (1, 4)):
+        call = replace(call, segments=segments)
+        with contextlib.suppress(UnsupportedError):
+            assert aot.explained_rows(call, "sm_90") == aot.uncompiled(call, "sm_90").rows, call
