@@ -111,10 +111,10 @@ def test_dtypes_of_gdn2(given: dict[str, torch.dtype], kernels: dict[tuple[str, 
     assert any(kernel == "low_rank_scan.gluon" for kernel, _ in kernels) == (torch.float32 not in given.values())
 
 
-@pytest.mark.parametrize("subject", [subject for subject in OPERATOR_SPECS if "path" not in subject])
+@pytest.mark.parametrize("subject", OPERATOR_SPECS)
 def test_explain_names_the_rows_of_every_call(subject: str):
-    """Both search by the keys of one function. PaTH attention launches fewer kernels in a call of one block."""
-    for call, segments in itertools.product(variants(subject), (1, 4)):
+    """Both search by the keys of one function. PaTH attention has fewer launches in 512 tokens, which were named."""
+    for call, segments in itertools.product(variants(subject), (1, 9)):
         call = replace(call, segments=segments)
         with contextlib.suppress(UnsupportedError):
             assert aot.explained_rows(call, "sm_90") == aot.uncompiled(call, "sm_90").rows, call

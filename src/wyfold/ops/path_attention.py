@@ -154,12 +154,10 @@ def _plan(t: PathTensors, options: PathOptions, backend: str | None) -> Plan:
     def keys() -> list[tuple[str, LaunchKey]]:
         (K, V), dtype = (t.k.shape[3], t.v.shape[3]), t.q.dtype
         blocks, softmax = (table.kernel_module(stage, "triton") for stage in stages)
+        how = {"backward": differentiated, "far": t.q.shape[1] > blocks.BLOCK * CHUNK}
         return [
-            *[("path_blocks", blocks.launch_key(dtype, K, name)) for name in blocks.launches(backward=differentiated)],
-            *[
-                ("path_attention", softmax.launch_key(dtype, K, V, name))
-                for name in softmax.launches(backward=differentiated)
-            ],
+            *[("path_blocks", blocks.launch_key(dtype, K, name)) for name in blocks.launches(**how)],
+            *[("path_attention", softmax.launch_key(dtype, K, V, name)) for name in softmax.launches(**how)],
         ]
 
     stages = "path_blocks", "path_attention"

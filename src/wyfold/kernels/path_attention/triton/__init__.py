@@ -17,12 +17,11 @@ from wyfold.kernels.path_attention.triton.forward import (
 from wyfold.kernels.path_attention.triton.own import wyfold_path_own_keys_triton, wyfold_path_own_rows_triton
 from wyfold.kernels.path_attention.triton.starts import wyfold_path_starts_triton
 
-BACKWARD = "starts", "far_starts", "far_rows", "far_keys", "far_maps", "own_rows", "own_keys"
 
-
-def launches(*, backward: bool) -> tuple[str | None, ...]:
-    """Names of the launches in `launch_key`."""
-    return (None, *BACKWARD) if backward else (None,)
+def launches(*, backward: bool, far: bool) -> tuple[str | None, ...]:
+    """Names of the launches in `launch_key`. far: A block of keys may be followed by another."""
+    between = ("far_starts", "far_rows", "far_keys", "far_maps") if far else ()
+    return (None, "starts", *between, "own_rows", "own_keys") if backward else (None,)
 
 
 # Kernels are exported because `kernel_configs.compiled` looks them up in this module.

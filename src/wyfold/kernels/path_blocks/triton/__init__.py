@@ -24,10 +24,10 @@ BLOCK = 8
 """Chunks of a block."""
 
 
-def launches(*, backward: bool) -> tuple[str | None, ...]:
-    """Names of the launches in `launch_key`."""
-    forward = None, "chunks"
-    return (*forward, "logits", "maps", "blocks", "factors", "solve", "tokens") if backward else forward
+def launches(*, backward: bool, far: bool) -> tuple[str | None, ...]:
+    """Names of the launches in `launch_key`. far: A block of keys may be followed by another."""
+    forward, between = (None, "chunks"), ("maps", "blocks") if far else ()
+    return (*forward, "logits", *between, "factors", "solve", "tokens") if backward else forward
 
 
 # Kernels are exported because `kernel_configs.compiled` looks them up in this module.
