@@ -117,6 +117,15 @@ def test_packed_in_every_chunk_size(name: str, C: int, device, guarded, results)
     require_accurate(name, a, device, guarded, results, chunk_size=C)
 
 
+@pytest.mark.parametrize(("H", "width"), [(2, 8), (1, 32)])
+@pytest.mark.parametrize("cu_seqlens", [[0, 5], [0, 1, 4, 5]], ids=str)
+def test_short_sequences_in_float32(cu_seqlens: list[int], H: int, width: int, device, guarded, results):
+    """In chunks of 32 dq and da were wrong by a tenth and more on a GPU: see H200-4 in docs/facts/hopper.md."""
+    a = drawn("chunk_iplr_delta_rule", Shape(1, 5, H, H, width, width), sequences=len(cu_seqlens) - 1)
+    a["cu_seqlens"] = torch.tensor(cu_seqlens)
+    require_accurate("chunk_iplr_delta_rule", a, device, guarded, results, chunk_size=32)
+
+
 def test_packed_token_by_token(device, guarded, results):
     """RWKV-7 with its rates multiplied inside, where the gradients of kk and a are each other's products."""
     name = "fused_mul_recurrent_rwkv7"

@@ -93,7 +93,7 @@ def gradients(
     if kind == "channel":
         dx, terms = channel_gradient(out.g, q), (grid.chunks, HV, slices)
         dgate = gate_gradient_argument(dx, out.A_log, out.dt_bias, terms, gates=K)
-        launch["num_warps"] = C // NEAR.value  # one warp per sub-chunk
+        launch["num_warps"] = _warps(C, q.dtype)
         launch_kernel(wyfold_low_rank_gradients_triton, programs, dgate=dgate, **shared, **launch)
         sum_channels(dgate.g, out.g)
         sum_terms(dgate, out.A_log, out.dt_bias)
@@ -105,6 +105,16 @@ def gradients(
         if dg is not None and out.g is not None:
             out.g.copy_(dg.sum(0))
     _unload(outputs, tokens, grid, out, norm=options.qk_l2norm)
+
+
+def _warps(chunk_size: int, dtype: torch.dtype) -> int:
+    """Warps of the kernel of a channel gate: one per sub-chunk, but at most two in float32.
+
+    Four warps in float32 would use Hopper's warp-group products with 32 columns, which gave wrong dq and da and read
+    outside of memory (docs/facts/hopper.md, H200-4).
+    """
+    warps = chunk_size // NEAR.value
+    return min(warps, 2) if dtype == torch.float32 else warps
 
 
 def _outputs(out: GradientOutputs, shape: torch.Size, slices: int, *, norm: bool) -> Outputs:
