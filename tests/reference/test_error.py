@@ -49,6 +49,23 @@ def test_a_row_of_per_token_scalars_is_64_tokens_of_one_head():
     assert math.isclose(error.row(x, truth, per_token=True), max(0.5 / math.sqrt(2), 3 / 8))
 
 
+def test_of_several_yardsticks_the_largest_error_counts_in_each_measure(truth):
+    """One yardstick has a bad row, the other a larger error everywhere; a result may have both, but no more."""
+    row, everywhere = truth.clone(), truth + 1e-3 * torch.randn_like(truth)
+    row[0, 5, 1] *= 1.05
+    row, everywhere = row.float(), everywhere.float()
+    assert error.rms(row, truth) < error.rms(everywhere, truth) and error.row(row, truth) > error.row(everywhere, truth)
+    limits = [judge(row, truth, x, name="o").limits for x in (row, everywhere, [row, everywhere])]
+    assert (limits[2].rms, limits[2].row) == (limits[1].rms, limits[0].row)
+    assert judge(row, truth, [everywhere, row], name="o").passed
+    assert judge(row, truth, everywhere, name="o").reason == "over in largest, row"
+    assert not judge(truth + 3 * (row - truth), truth, [row, everywhere], name="o").passed
+    with pytest.raises(ValueError, match="yardstick must be"):
+        judge(row, truth, [everywhere, row[:, 1:]], name="o")
+    with pytest.raises(ValueError, match="needs a yardstick or a target"):
+        judge(row, truth, [], name="o")
+
+
 def test_ulp_and_half_of_it():
     assert error.ulp(1.0, BF16) == 2**-7 and error.ulp(1.99, BF16) == 2**-7 and error.ulp(0.99, BF16) == 2**-8
     x = torch.tensor([1.0, -1.5, 3.0, 0.0, math.inf, 1e-3]).to(BF16)

@@ -21,6 +21,7 @@ Rules 1 to 3 need a yardstick, rule 4 a target. Giving neither is an error, beca
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 import torch
@@ -133,7 +134,7 @@ def half_ulp_away(x: Tensor, seed: int = 0) -> Tensor:
 def judge(
     got: Tensor,
     truth: Tensor,
-    yardstick: Tensor | None = None,
+    yardstick: Tensor | Sequence[Tensor] | None = None,
     *,
     name: str,
     target: float | None = None,
@@ -146,7 +147,8 @@ def judge(
     Args:
         got: The result, any shape and float dtype; its dtype sets the floor and the ulp.
         truth: Shape of got, float64.
-        yardstick: Shape of got: result of the eager backend, or of `rounded`, for the same inputs in the same dtype.
+        yardstick: Shape of got: result of the eager backend, or of `rounded`, for the same inputs in the same dtype. Of
+            several, the largest error counts in each measure.
         name: Name of the tensor, for the table.
         target: Absolute bound on the rms error, from `target`.
         per_token: got holds per-token scalars, [B, T, HV].
@@ -158,10 +160,11 @@ def judge(
     """
     if truth.dtype != torch.float64:
         raise ValueError(f"judge: truth must be float64, got {truth.dtype}")
-    for label, x in (("got", got), ("yardstick", yardstick), ("moved", moved)):
+    yardsticks = () if yardstick is None else (yardstick,) if isinstance(yardstick, Tensor) else tuple(yardstick)
+    for label, x in (("got", got), *(("yardstick", x) for x in yardsticks), ("moved", moved)):
         if x is not None and x.shape != truth.shape:
             raise ValueError(f"judge: {label} must be {list(truth.shape)}, got {list(x.shape)}")
-    if yardstick is None and target is None:
+    if not yardsticks and target is None:
         raise ValueError(f"judge: {name} needs a yardstick or a target, got neither")
 
     got, truth = got.detach(), truth.detach()
@@ -178,8 +181,9 @@ def judge(
         return Verdict(name, got.dtype, measured, _NONE, "", waived=True)
 
     limits = _NONE
-    if yardstick is not None:
-        allowed = _measure(yardstick.detach().where(defined, 0), truth, per_token)
+    if yardsticks:
+        seen = [_measure(x.detach().where(defined, 0), truth, per_token) for x in yardsticks]
+        allowed = Errors(*map(max, *map(astuple, seen))) if len(seen) > 1 else seen[0]
         lost = floor(truth, got.dtype)
         limits = Errors(
             1.25 * allowed.rms + lost / 4,
