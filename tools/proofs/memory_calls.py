@@ -53,6 +53,10 @@ BESIDE = (
     ),
     *(Call(RULES[rule], "float16", options=(NORM,)) for rule in ("delta_rule", "kda")),
     Call("chunk_delta_rule", "float32", 64, 64, options=(NORM,)),
+    *(
+        Call("chunk_iplr_delta_rule", "float32", width, width, options=(("chunk_size", 32),), packed=True)
+        for width in (16, 32)  # read outside of memory once (docs/facts/hopper.md, H200-4)
+    ),
     *(Call(subject, options=(*GLUON, NORM, ("disable_recompute", True))) for subject in RULES.values()),
     Call("chunk_gated_delta_rule, gate inside", options=(*GLUON, NORM), packed=True),
     Call("chunk_delta_rule", options=(*GLUON, NORM), packed=True, segments=5),
