@@ -49,7 +49,10 @@ def forward(
     states, maps = call.summaries(S0)
     call.fold(states, maps, reverse=False)
     entering = call.scatter_states(S0, states, call.leading + 1, call.firsts)
-    found, kept = delta_eager.forward(call.packed(entering), call.inside, call.one_buffer(result.o))
+    o = _one_buffer(result.o)
+    found, kept = delta_eager.forward(call.packed(entering), call.inside, o)
+    if o.data_ptr() != result.o.data_ptr():
+        result.o.copy_(o.view(result.o.shape))
     if options.final_state:
         result.final_state.copy_(transpose_if_v_first(found.final_state[call.lasts], options))
     if options.save:
@@ -128,10 +131,6 @@ class SegmentedCall(NamedTuple):
         at = self.segments.grid.cu
         t = self.tensors.map_tokens(_one_buffer)
         return t._replace(initial_state=entering, cu_seqlens=at, cu_seqlens_cpu=at)
-
-    def one_buffer(self, o: Tensor) -> Tensor:
-        """View an output [B, T, ...] as [1, B T, ...]."""
-        return o.view(1, -1, *o.shape[2:])
 
     def scatter_states(self, given: Tensor | None, borders: Tensor, at: Tensor, ends: Tensor) -> Tensor:
         """Scatter states at borders, and states at the ends of sequences, to segments.
