@@ -19,7 +19,8 @@ from wyfold.ops.delta_plan import call_cut, known_short
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 from wyfold.runtime import segment_rule
-from wyfold.runtime.chunk_layout import CUT_FROM, MANY, SHORT, Cut
+from wyfold.runtime.chunk_layout import SHORT, Cut
+from wyfold.runtime.segment_rule import CUT_FROM
 
 RULES = ("delta_rule", "gated_delta_rule", "kda")
 COUNTS = (2, 3, 4, 8, 16)
@@ -286,7 +287,7 @@ def test_batches_with_one_cut_have_one_compiled_graph():
     @torch.compile(fullgraph=True, dynamic=None, backend=lambda module, _: graphs.append(module) or module)
     def compiled(q: Tensor, v: Tensor) -> Tensor:
         cut = call_cut(q, v, 64, None, packed=False, eager=False)
-        return q.new_tensor([cut.chunks, cut.most])
+        return q.new_tensor(list(cut))
 
     torch.compiler.reset()
     for B, count in ((2, 1), (7, 2), (8, 2)):
@@ -317,7 +318,18 @@ def test_a_cap_is_a_cap():
     assert segment_rule.cut(8, 128, 128, 64, H200, 5).segments(1024) == 5
 
 
-@pytest.mark.parametrize("cut", [Cut(1, 2), Cut(1, 16), Cut(3, 4), Cut(32, 16)], ids=str)
+@pytest.mark.parametrize("chunk_size", [16, 32, 64])
+def test_a_cap_of_eight_or_more_changes_no_shorter_cut(chunk_size: int):
+    """Sequences of 2,048 tokens, which the rule cuts into 8 segments, were left whole under caps of 8 to 15."""
+    for cap in range(SHORT, 40):
+        for T in range(1984, 4608, 64):
+            alone = segment_rule.cut(4, 128, 128, chunk_size, H200).length(T // chunk_size)
+            assert segment_rule.cut(4, 128, 128, chunk_size, H200, cap).length(T // chunk_size) == alone, (cap, T)
+    assert segment_rule.cut(4, 128, 128, chunk_size, H200, SHORT).segments(2048 // chunk_size) == SHORT
+    assert segment_rule.cut(4, 128, 128, chunk_size, H200, SHORT - 1).segments(2048 // chunk_size) == 1
+
+
+@pytest.mark.parametrize("cut", [Cut(1, 2, 4), Cut(1, 16, 4), Cut(3, 4, 12), Cut(32, 16, 64)], ids=str)
 def test_segments_are_no_shorter_than_asked(cut: Cut):
     for chunks in range(600):
         count = cut.segments(chunks)
@@ -325,4 +337,3 @@ def test_segments_are_no_shorter_than_asked(cut: Cut):
         few = SHORT if cut.most >= SHORT else 1
         assert count <= few or chunks >= (count - 1) * cut.chunks + 1
         assert (count > 1) == (chunks >= cut.fewest)
-        assert cut.fewest == CUT_FROM * cut.chunks // (2 if cut.most >= MANY and cut.chunks > 1 else 1)

@@ -28,7 +28,7 @@ def by_piece(pieces, batch: int) -> list[int]:
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("length", [Cut(0, 1), Cut(1, 3), Cut(2, 16)])
+@pytest.mark.parametrize("length", [Cut(0, 1, 0), Cut(1, 3, 4), Cut(2, 16, 4)])
 @pytest.mark.parametrize("world, batch", [(1, 1), (2, 1), (3, 1), (3, 2)])
 def test_segments_of_every_rank(layout: str, length: Cut, world: int, batch: int):
     for seed, tokens in itertools.product(range(5), (6, 50, 131)):

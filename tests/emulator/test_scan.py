@@ -129,7 +129,7 @@ def test_segments_leave_states_in_slots(elsewhere: bool):
     lengths = [7 * C + 3, 5 * C, 1, 0, 4 * C]
     call = draw("scalar", False, T=sum(lengths) + 5, cu=[0, *accumulate(lengths)], HV=1)
     call.spoil()
-    segments = segment_grid(call.grid, Cut(1, 3), torch.device("cpu"))
+    segments = segment_grid(call.grid, Cut(1, 3, 4), torch.device("cpu"))
     assert segments.first.diff().tolist() == [3, 3, 1, 1, 2]
     N, blocks, stages = len(lengths), *CONFIGS[0]
     borders = torch.randn(segments.borders, *call.S0.shape[1:])
@@ -160,7 +160,7 @@ def test_segments_leave_states_in_slots(elsewhere: bool):
 def test_even_segments(tokens: int, in_slots: bool):
     """Segments of a dense batch, whose tables the kernel computes, have the bits of those in tables, also in halves."""
     call = draw("scalar", False, T=2 * tokens, cu=[0, tokens, 2 * tokens], HV=1)
-    cut, (blocks, stages) = Cut(2, 7), CONFIGS[0]
+    cut, (blocks, stages) = Cut(2, 7, 8), CONFIGS[0]
     tables = segment_grid(call.grid, cut, torch.device("cpu"))
     even = even_segments(chunk_grid(2, tokens, C, None), cut)
     assert even.borders == 6

@@ -28,13 +28,13 @@ def packed(form: tuple[Any, ...], lengths: list[int], **shape: Any) -> tuple[Cal
     """A packed batch, cut into segments of three chunks, with five tokens behind the last sequence."""
     cu = [0, *accumulate(lengths)]
     call = draw(*form, T=cu[-1] + 5, cu=cu, **shape)
-    return call, segment_grid(call.grid, Cut(1, 3), torch.device("cpu"))
+    return call, segment_grid(call.grid, Cut(1, 3, 4), torch.device("cpu"))
 
 
 def even(sequences: int, tokens: int) -> tuple[Call, Segments, EvenSegments]:
     """Sequences of equal lengths, in segments of three chunks with tables, and as those of a dense batch without."""
     cu = [n * tokens for n in range(sequences + 1)]
-    call, cut = draw("scalar", False, T=cu[-1], cu=cu), Cut(3, 7)
+    call, cut = draw("scalar", False, T=cu[-1], cu=cu), Cut(3, 7, 12)
     dense = even_segments(chunk_grid(sequences, tokens, C, None), cut)
     return call, segment_grid(call.grid, cut, torch.device("cpu")), dense
 

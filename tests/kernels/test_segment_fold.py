@@ -17,7 +17,7 @@ def drawn(
     K: int, V: int, dtype: torch.dtype, device: torch.device, most: int = 5
 ) -> tuple[torch.Tensor, torch.Tensor, Segments]:
     cu = torch.tensor([0, *itertools.accumulate(LENGTHS)], device=device)
-    segments = chunk_layout.segment_grid(chunk_layout.chunk_grid(1, sum(LENGTHS) + 40, 16, cu), Cut(1, most), device)
+    segments = chunk_layout.segment_grid(chunk_layout.chunk_grid(1, sum(LENGTHS) + 40, 16, cu), Cut(1, most, 4), device)
     assert segments.first[-1] - segments.sequences < segments.borders, "some borders are spare"
     S = torch.randn(segments.borders, HV, K, V, dtype=dtype)
     M = torch.randn(segments.borders, HV, K, K, dtype=dtype) / K**0.5

@@ -9,7 +9,7 @@ from wyfold.kernels import table
 from wyfold.runtime import chunk_layout
 from wyfold.runtime.chunk_layout import Cut
 
-CUTS = (Cut(1, 2), Cut(1, 16), Cut(2, 3), Cut(3, 64), Cut(2, 8))
+CUTS = (Cut(1, 2, 4), Cut(1, 16, 4), Cut(2, 3, 8), Cut(3, 64, 6), Cut(2, 8, 8))
 LENGTHS = {
     "ragged": (0, 17, 1, 300, 0, 64, 63, 65, 128, 0),
     "more than a step holds": tuple(range(0, 120, 2)) + (500,),

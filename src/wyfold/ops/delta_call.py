@@ -104,6 +104,7 @@ def _alike_on_ranks(t: DeltaTensors, options: DeltaOptions) -> dict[str, object]
         "backend",
         "segment_chunks",
         "segments",
+        "segment_fewest",
     )
     asked = {name: value for name, value in options._asdict().items() if name not in local}
     # All ranks must take part in the backward's collective, or none.

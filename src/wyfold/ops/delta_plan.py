@@ -123,6 +123,7 @@ def checked_options(
         backend="triton",
         segment_chunks=cut.chunks,
         segments=cut.most,
+        segment_fewest=cut.fewest,
     )
 
 
@@ -164,8 +165,7 @@ def _keys(
     scanned = expected_segments(checked.sequences, sizes["B"] * sizes["T"], options.chunk_size, options.cut)
     if crossing is not None:
         scanned = crossing.segment_tables(sizes["B"], options.chunk_size, options.cut).segments
-    kept = checked.every > 0
-    how = {"kept": kept, "norm": options.qk_l2norm, "erases": options.erases}
+    how = {"kept": checked.every > 0, "norm": options.qk_l2norm, "erases": options.erases}
     return launch_keys(stages, t.q, t.v, t.g, options.chunk_size, scanned, **how)
 
 

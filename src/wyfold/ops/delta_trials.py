@@ -10,8 +10,9 @@ from wyfold.context_parallel.delta_rank import map_widths
 from wyfold.context_parallel.rank_exchange import exchange_trials
 from wyfold.kernels.trial import TOKENS, Sample, Trial, boundary_sample, sample, with_sequences
 from wyfold.ops.delta_checks import CheckedDelta
-from wyfold.runtime.chunk_layout import CUT_FROM, expected_segments
+from wyfold.runtime.chunk_layout import expected_segments
 from wyfold.runtime.options import DeltaOptions, gradient_unit
+from wyfold.runtime.segment_rule import CUT_FROM
 
 
 def call_trials(
@@ -78,7 +79,8 @@ def trial_segments(options: DeltaOptions, sequences: int, tokens: int) -> tuple[
     """Options of a trial in segments, and the number and length of its sequences, for a call of so many of each."""
     most = CUT_FROM + 1
     likely = -(-expected_segments(sequences, tokens, options.chunk_size, options.cut) // most)
-    return options._replace(segment_chunks=1, segments=most), likely, most * options.chunk_size - 7
+    options = options._replace(segment_chunks=1, segments=most, segment_fewest=CUT_FROM)
+    return options, likely, most * options.chunk_size - 7
 
 
 def column_samples(a: Tensor | None, b: Tensor | None, w: Tensor | None, options: DeltaOptions) -> list[Sample | None]:

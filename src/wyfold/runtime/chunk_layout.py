@@ -202,16 +202,12 @@ class Cut(NamedTuple):
         chunks: Fewest chunks of a segment other than the last, in a sequence of more than SHORT segments; 0 if nothing
             is cut.
         most: Most segments of a sequence.
+        fewest: Chunks of the shortest sequence that is cut.
     """
 
     chunks: int
     most: int
-
-    @property
-    def fewest(self) -> int:
-        """Chunks of the shortest sequence that is cut: CUT_FROM * chunks, or half of it if `most` is at least MANY."""
-        fewest = self.chunks * CUT_FROM
-        return fewest if self.most < MANY else max(CUT_FROM, fewest // 2)
+    fewest: int
 
     def segments(self, chunks: int) -> int:
         """Number of segments of a sequence of so many chunks."""
@@ -225,14 +221,8 @@ class Cut(NamedTuple):
         return max(shortest, -(-chunks // self.most))
 
 
-CUT_FROM = 4
-"""Fewest segments into which a sequence is cut."""
-
 SHORT = 8
 """Most segments of a sequence that may be shorter than `Cut.chunks`."""
-
-MANY = 2 * SHORT
-"""Fewest segments at once with which sequences are cut from half the length on."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class DeltaOptions(NamedTuple):
         save: Whether a backward will follow.
         keep_factors: Whether E, F, A and the grams are kept for the backward instead of recomputed.
         backend: The plan's backend.
-        segment_chunks, segments: `Cut` of long sequences.
+        segment_chunks, segments, segment_fewest: `Cut` of long sequences.
         unit: `gradient_unit` of the call.
         head_width: Width of the value heads that the call's are computed as, with K rounded up to a power of two; 0 for
             widths nearest to the call's.
@@ -62,6 +62,7 @@ class DeltaOptions(NamedTuple):
     backend: str
     segment_chunks: int = 0
     segments: int = 1
+    segment_fewest: int = 0
     unit: float = 1.0
     head_width: int = 0
     rule: str = "delta"
@@ -73,7 +74,7 @@ class DeltaOptions(NamedTuple):
 
     @property
     def cut(self) -> Cut:
-        return Cut(self.segment_chunks, self.segments)
+        return Cut(self.segment_chunks, self.segments, self.segment_fewest)
 
 
 def gradient_unit(scale: float, dtype: torch.dtype) -> float:
@@ -95,5 +96,5 @@ DELTA_SCHEMA = (
     "str operator, bool recurrent, float scale, bool qk_l2norm, str activation, float lower_bound, float clamp, "
     "bool beta_logit, float beta_most, bool state_v_first, ScalarType state_dtype, bool final_state, "
     "int chunk_size, int checkpoint_every, bool save, bool keep_factors, str backend, "
-    "int segment_chunks, int segments, float unit, int head_width, str rule, bool erases"
+    "int segment_chunks, int segments, int segment_fewest, float unit, int head_width, str rule, bool erases"
 )

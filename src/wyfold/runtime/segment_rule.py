@@ -18,7 +18,13 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from wyfold.runtime.choices import CHUNK_SIZES
-from wyfold.runtime.chunk_layout import CUT_FROM, SHORT, Cut
+from wyfold.runtime.chunk_layout import SHORT, Cut
+
+CUT_FROM = 4
+"""Fewest segments into which a sequence is cut."""
+
+MANY = 2 * SHORT
+"""Fewest segments at once with which sequences are cut from half the length on."""
 
 SHORTEST = 4096
 """Tokens of the shortest sequence that is cut where SHORT to MANY - 1 segments run at once.
@@ -32,7 +38,7 @@ ROWS = 64
 WIDEST = 128
 """Largest key or value width at which sequences are cut."""
 
-WHOLE = Cut(0, 1)
+WHOLE = Cut(0, 1, 0)
 """No sequence is cut."""
 
 
@@ -69,15 +75,21 @@ def cut(
     if max(K, V) > WIDEST:
         return WHOLE
     if _forced:
-        chunks, most = _forced[-1]
-        return Cut(chunks, min(most, max_splits or most))
+        forced_cut = _forced[-1]
+        return forced_cut._replace(most=min(forced_cut.most, max_splits or forced_cut.most))
     programs = heads * -(-V // ROWS)
     at_once = processors // programs
     while at_once >= CUT_FROM and at_once * programs * batch > processors:  # to compilers, batch may be symbolic
         at_once -= 1
     most = min(at_once, max_splits or at_once)
-    shortest = SHORTEST // CUT_FROM * (1 if at_once >= SHORT else 2)
-    return Cut(shortest // chunk_size, most) if most >= CUT_FROM else WHOLE
+    shortest = SHORTEST // CUT_FROM * (1 if at_once >= SHORT else 2) // chunk_size
+    half = at_once >= MANY and most >= SHORT
+    return Cut(shortest, most, _fewest(shortest, half=half)) if most >= CUT_FROM else WHOLE
+
+
+def _fewest(shortest: int, *, half: bool) -> int:
+    """`Cut.fewest`: chunks of CUT_FROM of the shortest segments, or of half as many, which are then shorter."""
+    return max(CUT_FROM, CUT_FROM * shortest // (2 if half else 1))
 
 
 def longest_uncut(v: object, processors: int) -> int:
@@ -98,7 +110,7 @@ def forced(segments: int, chunks: int = 1) -> Iterator[None]:
     Applies to every backend and every thread until the context ends. If there are more than SHORT segments, none gets
     shorter than `chunks` chunks; a sequence that is too short for that has fewer of them.
     """
-    _forced.append(Cut(chunks, segments))
+    _forced.append(Cut(chunks, segments, _fewest(chunks, half=segments >= MANY)))
     try:
         yield
     finally:
