@@ -177,7 +177,7 @@ def test_kernels_of_low_rank_rules(rule: str, chunk_size: int):
 
 
 def test_low_rank_rules_in_segments():
-    """`segment_fold` was named in Gluon, but low-rank rules launch it in Triton."""
+    """`segment_fold` was named in Gluon, but launched in Triton."""
     a = inputs.draw("random", "dplr_delta_rule", Shape(1, 256, 1, 1, 128, 128), gate="weak", dtype=torch.bfloat16)
     for x in a.values():
         x.requires_grad_()

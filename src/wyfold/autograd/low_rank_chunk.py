@@ -142,7 +142,7 @@ class LowRankCall:
             segments = in_chunks_of(segments, cut_grid, grid)
         w = None if t.w is None else self.buffer(t.w)
         scan, scan_bwd = self.stage("scan").scan, self.stage("scan_bwd").scan_bwd
-        fold = self.stage("segment_fold").segment_fold
+        fold = table.selected_module("segment_fold", options.backend, self.key, t.v.device).segment_fold
         return SegmentedScans(self.buffer(t.v), w, prepared, segments, options, self.key, scan, scan_bwd, fold)
 
     def k_first(self, states: Tensor | None) -> Tensor | None:

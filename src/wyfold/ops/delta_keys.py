@@ -90,7 +90,6 @@ def low_rank_keys(
             "recurrent": recurrent.launch_key(stored, K, V),
             "prepare": prepared,
             "scan": scan.scan_key(prepared, v, w, kept=in_parts, wide=wide),
-            "segment_fold": key._replace(V=None),  # always in Triton: the dispatch table has this stage by V
             "gradients": key._replace(gate=prepare.token_gate_kind(q, g, how)),
         }
         return [(options.stage(name), own.get(name, key)) for name in names]
