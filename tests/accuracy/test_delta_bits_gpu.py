@@ -16,10 +16,11 @@ from torch import Tensor
 
 import wyfold
 from wyfold import serving
-from wyfold.autograd import delta_chunk
+from wyfold.autograd import delta_chunk, kernel_call
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 from wyfold.runtime import replay_cache, segment_rule
+from wyfold.runtime.chunk_layout import Cut, chunk_grid, segment_grid
 
 RULES = ("delta_rule", "gated_delta_rule", "kda")
 PER_TOKEN = ("q", "k", "v", "g", "beta")
@@ -159,6 +160,7 @@ def test_side_streams_change_no_bit(decay: float, rule: str, call, run, monkeypa
     if "g" in a:
         a["g"] = a["g"].sigmoid() * (-2 * decay)
     own = torch.cuda.Stream()
+    monkeypatch.setattr(kernel_call, "LONG", dict.fromkeys(("none", "scalar", "channel"), 1))
 
     def on_its_own() -> dict[str, Tensor]:
         own.wait_stream(torch.cuda.current_stream())
@@ -193,13 +195,14 @@ def test_maps_are_left_when_they_are_zeros(B: int, placed, monkeypatch):
     a["g"][:] = -torch.tensor([2.0, 0.33, 0.06, 1e-3], device=a["g"].device)
     a["g"][:, 64 * 16 : 64 * 32, 0] = -1e-3  # the second of five segments
     found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    tables = segment_grid(chunk_grid(B, 64 * 80, 64, None), Cut(1, 5), a["g"].device)
     summary = gluon.segment_summary
 
     def both(*arguments: Any, horizon: bool) -> None:
         *given, H, M = arguments
         others = torch.full_like(H, torch.nan), torch.full_like(M, torch.nan)
-        triton.segment_summary(*given, *others, horizon=horizon)
-        summary(*arguments, horizon=horizon)
+        triton.segment_summary(*given[:4], tables, *given[5:], *others, horizon=False)
+        summary(*arguments, horizon=False)
         found.append((H.clone(), M.clone(), *others))
 
     monkeypatch.setattr(gluon, "segment_summary", both)
@@ -219,14 +222,17 @@ def test_maps_are_left_when_they_are_zeros(B: int, placed, monkeypatch):
     assert torch.equal((M.view(torch.int32) == -(2**31)).flatten(2).all(-1), gone)
 
 
-@pytest.mark.parametrize("rule", ["gated_delta_rule", "kda", "gla"])
-def test_the_horizon_changes_no_bit_of_summaries(rule: str, placed, monkeypatch):
+@pytest.mark.parametrize(
+    "rule, norm", [("gated_delta_rule", True), ("gated_delta_rule", False), ("kda", True), ("gla", None)]
+)
+def test_the_horizon_changes_no_bit_of_summaries(rule: str, norm: bool | None, placed, monkeypatch):
     """What is behind the exact horizon changes no bit: Gluon's H, M and c from there on and of all chunks."""
     from wyfold.kernels.segment_summary import gluon
 
     a = placed(inputs.draw("random", rule, Shape(1, 64 * 80, 4, 4, 128, 128), dtype=torch.bfloat16))
     g = torch.nn.functional.logsigmoid(torch.randn(1, 64 * 80, 4, *a["g"].shape[3:], device=a["g"].device))
     a["g"] = (g * torch.tensor([1, 2, 0.1, 1e-3]).to(g).view(4, *[1] * (g.ndim - 3))).to(a["g"])
+    a["k"] = torch.nn.functional.normalize(a["k"], dim=-1)
     found: list[tuple[str, bool]] = []
 
     def watched(name: str, results: int) -> None:
@@ -244,10 +250,10 @@ def test_the_horizon_changes_no_bit_of_summaries(rule: str, placed, monkeypatch)
     watched("segment_summary", 2)
     watched("segment_summary_bwd", 1)
     replay_cache.forget()
-    norm = {} if rule == "gla" else {"use_qk_l2norm_in_kernel": True}
+    flags = {} if norm is None else {"use_qk_l2norm_in_kernel": norm}
     with segment_rule.forced(5):
         a["v"].requires_grad_()
-        o, _ = getattr(wyfold, f"chunk_{rule}")(**a, **norm)
+        o, _ = getattr(wyfold, f"chunk_{rule}")(**a, **flags)
         o.backward(torch.randn_like(o))
     replay_cache.forget()
     if not found:

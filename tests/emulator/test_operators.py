@@ -150,24 +150,18 @@ def compare(rule: str, a: dict[str, Any], segments: int, configs: tuple[tuple[An
     require(*verdicts)
 
 
-@pytest.mark.parametrize("horizon", [False, True])
 @pytest.mark.parametrize("rule", ["kda", "gated_delta_rule"])
-def test_first_segments_beside_the_summaries(rule: str, horizon: bool, monkeypatch):
-    """Where segments are long, one launch scans those that begin a row, and one the others. No bit differs.
-
-    Not under a scalar gate with a horizon, which leaves little to run beside.
-    """
+def test_first_segments_beside_the_summaries(rule: str, monkeypatch):
+    """Where segments are long, one launch scans those that begin a row, and one the others. No bit differs."""
     name = rule.replace("_", " ")
     a = {key: torch.cat([x, x.flip(1)]) for key, x in drawn(name).items() if isinstance(x, torch.Tensor)}
-    monkeypatch.setattr(KernelCall, "begins_at_horizon", lambda *_: horizon)
     found, scans = [], []
-    for long in (64, 2):
-        monkeypatch.setattr(kernel_call, "LONG", long)
+    for long in (3, 2):
+        monkeypatch.setattr(kernel_call, "LONG", {"scalar": long, "channel": long})
         with on_the_emulator() as machine, segment_rule.forced(3), torch.no_grad():
-            flags = {"output_final_state": True, "chunk_size": 64, "use_qk_l2norm_in_kernel": True}
-            found.append(getattr(wyfold, f"chunk_{rule}")(**a, **flags))
+            found.append(getattr(wyfold, f"chunk_{rule}")(**a, output_final_state=True, chunk_size=64))
         scans.append(machine.launches.count("wyfold_scan_gluon"))
-    assert scans == [1, 1 if horizon and rule == "gated_delta_rule" else 2]
+    assert scans == [1, 2]
     for want, got in zip(*found, strict=True):
         assert torch.equal(want, got)
 

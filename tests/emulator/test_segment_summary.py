@@ -137,18 +137,23 @@ def test_loads_stop_when_the_map_is_zero(form):
 @pytest.mark.parametrize("form, config", [*zip(FORMS[:2], CONFIGS, strict=True)], ids=str)
 def test_only_chunks_in_reach_are_loaded(form, config):
     """Chunks of 2^-100: three erase any state. Segments have six and four chunks, and one ends in a part of one."""
-    loads = []
-    for horizon, beta in ((False, 1.0), (True, 1.0), (True, 3.0)):
+    loads, lengths = {}, [17 * C + 5, 12 * C]
+    # The outermost chunks in reach in each sequence, and the distance to those behind them.
+    reached = {summarised: ([3, 9], [1, 5], -1), graded: ([8, 14], [6, 10], 1)}
+    for case in ("whole", "lost", "strengths", "keys", "keys behind"):
         machine = Machine("late", "last")
-        for check in (summarised, graded):
-            call, segments = packed(form, [17 * C + 5, 12 * C], HV=1)
+        for check, (*chunks, behind) in reached.items():
+            call, segments = packed(form, lengths, HV=1)
             call.prepared.rows[:, 0] *= 2.0**-100
-            call.prepared.rows[:, 3] *= beta
+            call.prepared.rows[:, 3] *= 3.0 if case == "strengths" else 1.0
             call.prepared.total[:] = 2.0**-100
-            check(machine, config, call, segments, horizon=horizon)
-        loads.append(machine.loads)
-    assert loads[1] < 0.7 * loads[0]
-    assert loads[2] == loads[0], "strengths above 2 may expand a state"
+            for start, numbers in zip((0, lengths[0]), chunks if case.startswith("keys") else (), strict=False):
+                for number in numbers:
+                    call.k[0, start + (number + (behind if case == "keys behind" else 0)) * C + 9] *= 32
+            check(machine, config, call, segments, horizon=case != "whole")
+        loads[case] = machine.loads
+    assert loads["lost"] == loads["keys behind"] < 0.7 * loads["whole"]
+    assert loads["strengths"] == loads["keys"] == loads["whole"], "transitions with norms above 1 may expand a state"
 
 
 @pytest.mark.parametrize("form, config", [*zip(FORMS[2:4], CONFIGS, strict=True)], ids=str)

@@ -22,7 +22,6 @@ from wyfold.reference.error import require
 from wyfold.reference.shapes import Shape
 from wyfold.runtime import segment_rule
 from wyfold.runtime.kernel_configs import Config
-from wyfold.tile.decay.horizon.eager import has_horizon
 
 RULES = ("delta_rule", "gated_delta_rule", "kda")
 PER_TOKEN = ("q", "k", "v", "g", "beta")
@@ -117,7 +116,7 @@ def test_maps_of_fast_decays_are_zeros(rule: str, lost: str, device, results, mo
     assert found["dk"].isfinite().all() == (not lost)
 
 
-ALWAYS = lambda call, key: has_horizon(key.gate, normalized=call.options.qk_l2norm)
+ALWAYS = lambda call, key: key.gate in ("scalar", "channel")
 
 
 @pytest.mark.parametrize("rule", ["gated_delta_rule", "kda"])
@@ -139,6 +138,7 @@ def test_behind_the_horizon_sequences_have_the_bits_of_whole_ones(rule: str, dev
         ("gated_delta_rule", True, 1),
         ("gated_delta_rule", True, 0),
         ("gated_delta_rule", False, 1),
+        ("gated_delta_rule", False, 0),
         ("kda", False, 1),
         ("kda", False, 0),
         ("kda", False, 2),
@@ -147,18 +147,19 @@ def test_behind_the_horizon_sequences_have_the_bits_of_whole_ones(rule: str, dev
     ],
 )
 def test_what_the_horizon_needs(rule: str, norm: bool, configured: int, device, monkeypatch):
-    """A gate per channel, or a scalar one and keys of norm 1, and the configured number of chunks: here there are two.
+    """A gate, and the configured number of chunks: here there are two.
 
     On a card every summary is asked for twice, once to collect the kernels that are compiled in parallel.
     """
     module, found = table.kernel_module("segment_summary", "triton"), []
-    monkeypatch.setattr(kernel_call, "tuned", lambda *_: Config(blocks={"HORIZON": configured}))
+    reads_keys = rule == "gated_delta_rule" and not norm
+    blocks = {"HORIZON": 9, "ANY_KEYS": 9} | {"ANY_KEYS" if reads_keys else "HORIZON": configured}
+    monkeypatch.setattr(kernel_call, "tuned", lambda *_: Config(blocks=blocks))
     monkeypatch.setattr(module, "segment_summary", lambda *_, horizon: found.append(horizon))
     a = call(rule, Shape(1, 4 * C, 1, 1, 16, 16), device) | {"use_qk_l2norm_in_kernel": norm}
     with segment_rule.forced(2), torch.no_grad():
         getattr(wyfold, f"chunk_{rule}")(**a)
-    bounded = {"kda": True, "gated_delta_rule": norm, "delta_rule": False}[rule]
-    assert set(found) == {bounded and configured in (1, 2)}
+    assert set(found) == {rule != "delta_rule" and configured in (1, 2)}
 
 
 EDGE = {"inside": 91.8, "outside": 95.2}
@@ -172,6 +173,10 @@ EDGE = {"inside": 91.8, "outside": 95.2}
         ("gdn", "inside"),
         ("gdn", "outside"),
         ("gdn", "outside, but a beta above 2"),
+        ("gdn, norm outside", "inside"),
+        ("gdn, norm outside", "outside"),
+        ("gdn, norm outside", "outside, but a beta above 2"),
+        ("gdn, norm outside", "outside, but a key of norm 2"),
         ("kda", "inside"),
         ("kda", "outside"),
         ("kda", "outside, but another channel keeps its state"),
@@ -211,18 +216,21 @@ def test_summaries_begin_at_the_exact_horizon(value: float, rule: str, case: str
     k[:, first], v[:, first, :, 2], do[:, last, :, 3] = q[:, 0], value, value
     g = torch.full((1, chunks * C, 1), -EDGE[case.split(",")[0]] / C * math.log(2), device=device)
     beta = torch.ones_like(g)
-    if case not in EDGE and rule == "gdn":
+    if case.endswith("a beta above 2"):
         beta[:, [4 * C, 7 * C]] = 2.5
+    if case.endswith("a key of norm 2"):
+        k[:, [4 * C, 7 * C]] *= 2
+    op, *outside = rule.split(", ")
     g[:, last] = 0
     options = {"scale": 1.0, "chunk_size": C, "backend": on}
-    if rule == "gdn":
-        options["use_qk_l2norm_in_kernel"] = True
+    if op == "gdn":
+        options["use_qk_l2norm_in_kernel"] = not outside
     written = () if rule == "gla" else (beta,)
-    gates = g if rule == "gdn" else g[..., None].repeat(1, 1, 1, K)
+    gates = g if op == "gdn" else g[..., None].repeat(1, 1, 1, K)
     if case not in EDGE and rule == "kda":
         gates[..., 4] = 0
     with segment_rule.forced(2):
-        o, _ = getattr(wyfold, f"chunk_{rule}")(q, k, v.requires_grad_(), gates, *written, **options)
+        o, _ = getattr(wyfold, f"chunk_{op}")(q, k, v.requires_grad_(), gates, *written, **options)
         o.backward(do)
     # The eager launch returns the summaries of all segments, the kernels write those at the border.
     H, c = found["segment_summary"][0, 0, 0, 2], found["segment_summary_bwd"][-1, 0, 0, 3]

@@ -187,7 +187,7 @@ def test_a_replay_forks_and_joins_alike(lines):
 def test_a_call_in_segments_is_replayed_on_both_streams(rule: str, long: bool, lines, launches, monkeypatch):  # noqa: F811
     """The forward of a dense batch forks only where segments are long."""
     op, given = chunked(rule)
-    monkeypatch.setattr(kernel_call, "LONG", 1 if long else 64)
+    monkeypatch.setattr(kernel_call, "LONG", dict.fromkeys(("scalar", "channel"), 1 if long else 64))
     wanted = [x.requires_grad_() for x in given.values() if isinstance(x, torch.Tensor)]
     fork_side_stream = side_stream.fork_side_stream
     monkeypatch.setattr(delta_chunk, "fork_side_stream", lambda device: fork_side_stream(CARD))

@@ -120,7 +120,10 @@ BESIDE = (
     Call("chunk_gated_delta_rule, gate inside", V=256, options=(*GLUON, NORM), packed=True, heads=4),
 )
 
-HORIZON = tuple(Call(subject, options=(*GLUON, NORM), heads=1, segments=4) for subject in (RULES["gdn"], RULES["kda"]))
+HORIZON = (
+    *(Call(subject, options=(*GLUON, NORM), heads=1, segments=4) for subject in (RULES["gdn"], RULES["kda"])),
+    Call(RULES["gdn"], options=GLUON, heads=1, segments=4),
+)
 """Calls whose segments have enough chunks for summaries that begin at the exact horizon."""
 HORIZON_TOKENS = 4 * 32 * 64 + 2
 

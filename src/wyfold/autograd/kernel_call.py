@@ -19,10 +19,9 @@ from wyfold.runtime.chunk_layout import WITHOUT_TABLES, ChunkGrid, EvenSegments,
 from wyfold.runtime.kernel_configs import LaunchKey, tuned
 from wyfold.runtime.layout import legal_boundaries
 from wyfold.runtime.options import DeltaOptions
-from wyfold.tile.decay.horizon.eager import has_horizon
 
-LONG = 64
-"""Fewest chunks of a dense batch's segments whose summaries run beside the scan of first segments."""
+LONG = {"channel": 32, "scalar": 128}
+"""Gate -> fewest chunks of a dense batch's segments whose summaries run beside the scan of first segments."""
 
 
 class KernelCall:
@@ -149,13 +148,15 @@ class KernelCall:
     def begins_at_horizon(self, key: LaunchKey) -> bool:
         """Whether summaries begin at the exact horizon (`tile/decay/horizon`).
 
-        The gate is scalar, and keys have at most the norm 1, or it is per channel. HORIZON in the kernel's
-        configuration is the fewest chunks of such a segment; in shorter ones the search takes longer than it saves.
+        HORIZON in the kernel's configuration is the fewest chunks of such a segment, and ANY_KEYS those under a scalar
+        gate if the search reads the keys; in shorter ones it takes longer than it saves. Without a gate nothing decays.
         """
         device, options = self.t.q.device, self.options
         backend = table.selected_backend("segment_summary", options.backend, key, device)
-        fewest = tuned(f"segment_summary.{backend}", key, device).blocks.get("HORIZON", 0)
-        return 0 < fewest <= self.segment_chunks and has_horizon(key.gate, normalized=options.qk_l2norm)
+        reads_keys = key.gate == "scalar" and options.erases and not options.qk_l2norm
+        blocks = tuned(f"segment_summary.{backend}", key, device).blocks
+        fewest = blocks.get("ANY_KEYS" if reads_keys else "HORIZON", 0)
+        return 0 < fewest <= self.segment_chunks and key.gate in ("scalar", "channel")
 
     @property
     def segment_chunks(self) -> int:
@@ -167,12 +168,11 @@ class KernelCall:
         """Whether a forward in segments scans first segments beside the summaries, which run on the side stream.
 
         A fork and a join take as long as a few chunks of a scan. In a dense batch that pays if segments have LONG
-        chunks, unless a scalar gate's horizon leaves little of the summaries.
+        chunks. Under a scalar gate summaries are shorter. Without a gate it was not measured, and there is one stream.
         """
         if self.t.cu_seqlens is not None:
             return True
-        key = self.key._replace(launch="fwd")
-        return self.segment_chunks >= LONG and (key.per_channel or not self.begins_at_horizon(key))
+        return self.key.gate in LONG and self.segment_chunks >= LONG[self.key.gate]
 
     @property
     def splits_heads(self) -> bool:

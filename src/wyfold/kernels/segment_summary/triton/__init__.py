@@ -59,12 +59,13 @@ def segment_summary(
         prepared: From `prepare`.
         initial_state: [N, HV, K, V] view of any strides and float dtype, or None (zeros).
         segments: Layout of the segments.
-        options: The Gluon launch reads `erases`; here `prepared.rows` say whether keys read the state.
+        options: Uses `erases` and `qk_l2norm` with a horizon. The Gluon launch always uses `erases`; here
+            `prepared.rows` say whether keys read the state.
         key: Key of the launch configuration.
         H: [borders, HV, K, V] float32 view, written.
         M: [borders, HV, K, K] float32 view, written; zeros for a segment that begins a sequence. Only a row of zeros
             holds negative zeros.
-        horizon: Begin at the horizon. The gate is per channel, or it is scalar and `prepare` normalised the keys.
+        horizon: Begin at the horizon. There is a gate.
     """
     (HK, K), (HV, V), grid = k.shape[2:], v.shape[2:], segments.grid
     config = tuned("segment_summary.triton", key, k.device)
@@ -81,7 +82,7 @@ def segment_summary(
         x_rows=x_rows,
         x_total=x_total,
         x_E=x_E,
-        bounds=Bounds.of(prepared, horizon=horizon),
+        bounds=Bounds.of(prepared, k, options, horizon=horizon),
         tokens=Tokens(s_k=None if channel else k.stride(), s_v=v.stride(), W=W),
         maps=with_strides(Maps, S0=initial_state, H=H, M=M),
         segments=SegmentIndex.of(segments),
@@ -162,7 +163,7 @@ def segment_summary_bwd(
         x_rows=x_rows,
         x_total=x_total,
         x_E=x_E,
-        bounds=Bounds.of(prepared, horizon=horizon),
+        bounds=Bounds.of(prepared, k, options, horizon=horizon),
         tokens=ReverseTokens(
             s_q=None if channel else q.stride(), s_k=None if channel else k.stride(), s_do=do.stride(), F=F, W=W
         ),

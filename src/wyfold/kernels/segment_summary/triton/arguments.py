@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from wyfold.kernels.records import Prepared
 from wyfold.runtime.chunk_layout import EvenSegments, Segments
+from wyfold.runtime.options import DeltaOptions
 
 
 class Tokens(NamedTuple):
@@ -62,25 +65,30 @@ class Gradients(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Kernel argument: fields of `Prepared` that bound the norms of transitions, as pointers. All are None without a
-    horizon.
+    """Kernel argument: what bounds the norms of transitions, as pointers. All are None without a horizon.
 
     Attributes:
-        total, rows: [tiles, 1 or K] and [tiles, 4, BT].
-        k, E: [tiles, BT, K] under a channel gate; else None.
+        total, rows: Fields of `Prepared`, [tiles, 1 or K] and [tiles, 4, BT].
+        k, E: Fields of `Prepared` under a channel gate, [tiles, BT, K]. Under a scalar gate k are the call's keys, or
+            None if they have at most the norm 1 or erase nothing.
+        s_k: Strides of the call's keys, or None.
     """
 
     total: Any = None
     rows: Any = None
     k: Any = None
     E: Any = None
+    s_k: Any = None
     end: None = None
 
     @classmethod
-    def of(cls, prepared: Prepared, *, horizon: bool) -> Bounds:
+    def of(cls, prepared: Prepared, k: Tensor, options: DeltaOptions, *, horizon: bool) -> Bounds:
         if not horizon:
             return cls()
-        return cls(prepared.total, prepared.rows, prepared.erasing, None if prepared.q is None else prepared.E)
+        if prepared.q is not None:
+            return cls(prepared.total, prepared.rows, prepared.erasing, prepared.E)
+        bounded = options.qk_l2norm or not options.erases
+        return cls(prepared.total, prepared.rows, None if bounded else k, None, None if bounded else k.stride())
 
 
 class SegmentIndex(NamedTuple):

@@ -75,7 +75,8 @@ def wyfold_segment_summary_bwd_triton(
     if (i_n < N) & (begins == 0):
         if bounds.rows is not None:
             count = tl.cdiv(length, BT).to(tl.int32)
-            reach = chunks_in_reach(bounds, i_tile, HV, count, CHANNEL, BT, K, BK)
+            at = TokenRows(b, t, length, T)
+            reach = chunks_in_reach(bounds, i_tile, HV, count, at, i_h, CHANNEL, BT, K, BK)
             ends = ends & (reach == count)
             length = tl.where(reach < count, reach * BT, length)
             steps = tl.minimum(reach, steps)

@@ -68,7 +68,8 @@ def wyfold_segment_summary_triton(
     if (i_n < N) & (ends == 0):
         holds_S0, without_M = begins, begins
         if bounds.rows is not None:
-            reach = chunks_in_reach(bounds, i_tile + (steps - 1) * HV, -HV, steps, CHANNEL, BT, K, BK)
+            at = TokenRows(b, t + (steps - 1) * BT, length, T)
+            reach = chunks_in_reach(bounds, i_tile + (steps - 1) * HV, -HV, steps, at, i_h, CHANNEL, BT, K, BK)
             holds_S0, without_M = begins & (reach == steps), begins | (reach < steps)
             i_tile += (steps - reach) * HV
             t += (steps - reach) * BT

@@ -14,11 +14,6 @@ HORIZON = {torch.float32: -282, torch.float64: -2103}
 """Power of two at and below which a decay erases any state: float32 holds 2^-149 to 2^128, and K is at most 128."""
 
 
-def has_horizon(gate: str | None, *, normalized: bool) -> bool:
-    """Whether transitions under a gate of this kind have a known bound. normalized: keys have at most the norm 1."""
-    return gate == "channel" or (gate == "scalar" and normalized)
-
-
 def lost_states(G: Tensor | None, k: Tensor, E: Tensor, beta: Tensor, table: ChunkTable, *, reverse: bool) -> Tensor:
     """Whether the state that enters a chunk is lost before it leaves its sequence.
 

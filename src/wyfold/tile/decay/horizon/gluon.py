@@ -8,12 +8,17 @@ from triton.experimental.gluon import language as gl
 from wyfold.tile.decay.horizon.triton import AT_ONCE, HORIZON, LEAST, ROWS, SCALE, SLACK, UNSCALE, exponent_above
 from wyfold.tile.dot.gluon import add
 
+KEYS: gl.constexpr = gl.constexpr(2)
+"""Chunks whose keys are loaded at once."""
+
 
 @gluon.jit
-def chunks_in_reach(bounds, i_tile, step, count, SIZES: gl.constexpr):
+def chunks_in_reach(bounds, i_tile, step, count, at, i_h, SIZES: gl.constexpr):
     """`chunks_in_reach` of the Triton kernels."""
     if SIZES.CHANNEL:
         found = _channels_in_reach(bounds, i_tile, step, count, SIZES.ERASES, SIZES.BT, SIZES.K)
+    elif bounds.k is not None:
+        found = _keys_in_reach(bounds, i_tile, step, count, at, i_h, SIZES.BT, SIZES.K)
     else:
         found = _numbers_in_reach(bounds.total, bounds.rows, i_tile, step, count, SIZES.BT)
     return found
@@ -43,6 +48,28 @@ def _channels_in_reach(bounds, i_tile, step, count, ERASES: gl.constexpr, BT: gl
         # The segment ends before the horizon if later chunks decay as these do. Then all of it is needed.
         i = gl.where(power * count > HORIZON * i, count, i)
     return needed
+
+
+@gluon.jit
+def _keys_in_reach(bounds, i_tile, step, count, at, i_h, BT: gl.constexpr, K: gl.constexpr):
+    """`keys_in_reach` of the Triton kernels."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // K, K // 8], [gl.num_warps(), 1], [1, 0])
+    ROW: gl.constexpr = gl.SliceLayout(1, L)
+    o_t, o_k = gl.arange(0, KEYS * BT, layout=ROW), gl.arange(0, K, layout=gl.SliceLayout(0, L)).to(gl.int64)
+    p_k = bounds.k + (i_h * bounds.s_k[2] + o_k * bounds.s_k[3])[None, :]
+    reach = _decayed_after(bounds.total, i_tile, step, count)
+    needed = gl.where(reach < count, reach, 0)
+    outside = gl.zeros([KEYS * BT], gl.int32, ROW)
+    for i in range(0, needed, KEYS):
+        chunk = i + o_t // BT
+        row = at.t + gl.where(step < 0, -chunk, chunk) * BT + o_t % BT
+        used = chunk < needed
+        k = gl.load(p_k + row[:, None].to(gl.int64) * bounds.s_k[1], mask=(used & (row < at.T))[:, None], other=0.0)
+        p_beta = bounds.rows + (i_tile.to(gl.int64) + chunk * step) * (4 * BT) + 3 * BT + o_t % BT
+        beta = gl.load(p_beta, mask=used, other=0.0)
+        k = k.to(gl.float32)
+        outside |= (gl.abs(beta * gl.sum(k * k, 1) - 1.0) <= 1.0).to(gl.int32) ^ 1
+    return gl.where(gl.max(outside, 0) == 0, reach, count)
 
 
 @gluon.jit

@@ -34,6 +34,8 @@ def chunks_in_reach(
     i_tile,
     step,
     count,
+    at,
+    i_h,
     CHANNEL: tl.constexpr,
     BT: tl.constexpr,
     K: tl.constexpr,
@@ -42,13 +44,17 @@ def chunks_in_reach(
     """Number of chunks at a segment's end that its summary needs; `count` unless the others are lost on their way.
 
     Args:
-        bounds: `Bounds` of `segment_summary`. The rows of a scalar gate have keys whose norm is at most 1.
+        bounds: `Bounds` of `segment_summary`.
         i_tile: Tile of the chunk at that end.
         step: From the tile of a chunk to that of the next one, away from that end.
         count: Number of chunks of the segment.
+        at: First token of the chunk at that end.
+        i_h: Head of the keys.
     """
     if CHANNEL:
         found = channels_in_reach(bounds, i_tile, step, count, BT, K, BK)
+    elif bounds.k is not None:
+        found = keys_in_reach(bounds, i_tile, step, count, at, i_h, BT, K, BK)
     else:
         found = numbers_in_reach(bounds.total, bounds.rows, i_tile, step, count, BT)
     return found
@@ -82,8 +88,24 @@ def channels_in_reach(bounds, i_tile, step, count, BT: tl.constexpr, K: tl.const
 
 
 @triton.jit
+def keys_in_reach(bounds, i_tile, step, count, at, i_h, BT: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """`chunks_in_reach` of a scalar gate: 0 <= beta |k|^2 <= 2 in the chunks that are needed. A NaN is outside."""
+    reach = decayed_after(bounds.total, i_tile, step, count)
+    o_t, o_k = tl.arange(0, BT), tl.arange(0, BK)
+    p_k = bounds.k + at.b * bounds.s_k[0] + i_h * bounds.s_k[2] + (o_k * bounds.s_k[3])[None, :]
+    b_outside = tl.zeros((BT,), tl.int32)
+    for i in range(tl.where(reach < count, reach, 0)):
+        row = at.t + tl.where(step < 0, -i, i) * BT + o_t
+        b_k = tl.load(p_k + row[:, None] * bounds.s_k[1], mask=(row < at.T)[:, None] & (o_k < K)[None, :], other=0.0)
+        b_k = b_k.to(tl.float32)
+        b_beta = tl.load(bounds.rows + (i_tile.to(tl.int64) + i * step) * (4 * BT) + 3 * BT + o_t)
+        b_outside |= (tl.abs(b_beta * tl.sum(b_k * b_k, 1) - 1.0) <= 1.0).to(tl.int32) ^ 1
+    return tl.where(tl.max(b_outside, 0) == 0, reach, count)
+
+
+@triton.jit
 def numbers_in_reach(p_total, p_rows, i_tile, step, count, BT: tl.constexpr):
-    """`chunks_in_reach` of a scalar gate."""
+    """`chunks_in_reach` of a scalar gate whose keys have at most the norm 1, or erase nothing."""
     reach = decayed_after(p_total, i_tile, step, count)
     needed = tl.where(reach < count, reach, 0)
     p_beta = p_rows + i_tile.to(tl.int64) * (4 * BT) + 3 * BT + tl.arange(0, BT)[None, :]

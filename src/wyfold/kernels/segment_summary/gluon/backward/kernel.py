@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from wyfold.kernels.pipeline.gluon import ChunkInputs, computed, produce, ring_of, span_of, specialize
 from wyfold.kernels.segment_summary.gluon.backward.consumer import Globals, consumer
 from wyfold.tile.decay.horizon.gluon import chunks_in_reach
+from wyfold.tile.index.triton import TokenRows
 from wyfold.tile.index.triton.slots import segment_coords
 
 
@@ -74,7 +75,8 @@ def wyfold_segment_summary_bwd_gluon(
     span = computed(span_of(i_s, i_hv, i_v, packing, T, 0, SIZES), needed)
     count, tail_rows = span.steps + (span.tail_rows > 0).to(gl.int32), span.tail_rows
     if bounds.rows is not None:
-        reach = chunks_in_reach(bounds, span.tile, HV, count, SIZES)
+        at = TokenRows(span.b, span.token, T, T)
+        reach = chunks_in_reach(bounds, span.tile, HV, count, at, i_h, SIZES)
         # Nothing of the final state's gradient or of the chunks behind the reach is left at the border.
         ends = ends & (reach == count)
         tail_rows = gl.where(reach < count, 0, tail_rows)

@@ -57,7 +57,7 @@ def segment_summary_bwd(
         x_total=x_total,
         x_F=x_F,
         x_write=x_E if folded else x_W,
-        bounds=Bounds.of(prepared, horizon=horizon),
+        bounds=Bounds.of(prepared, k, options, horizon=horizon),
         heads=Heads(h_q=q.stride(2), h_k=k.stride(2), h_do=do.stride(2)),
         gradients=with_strides(Gradients, dST=dST, c=c),
         segments=SegmentIndex.of(segments),

@@ -13,6 +13,7 @@ from wyfold.kernels.segment_summary.gluon.forward.producer import producer
 from wyfold.kernels.segment_summary.gluon.forward.zeros import Smem, write_flag
 from wyfold.tile.decay.horizon.gluon import chunks_in_reach
 from wyfold.tile.index.gluon import start_next_launch, wait_for_launch_ahead
+from wyfold.tile.index.triton import TokenRows
 from wyfold.tile.index.triton.slots import even_segment, segment_coords
 
 
@@ -78,7 +79,8 @@ def wyfold_segment_summary_gluon(
     span = computed(span, needed * gl.where(begins, of_H, 1))
     if bounds.rows is not None:
         last = span.tile + (span.steps - 1) * HV
-        reach = chunks_in_reach(bounds, last, -HV, span.steps, SIZES)
+        at = TokenRows(span.b, span.token + (span.steps - 1) * SIZES.BT, T, T)
+        reach = chunks_in_reach(bounds, last, -HV, span.steps, at, i_h, SIZES)
         # What enters the segment is lost: H begins as if its sequence did not begin here, and M is zeros.
         skipped = span.steps - reach
         begins = gl.where(skipped > 0, of_H == 0, begins)

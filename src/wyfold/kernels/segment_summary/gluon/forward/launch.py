@@ -53,7 +53,7 @@ def segment_summary(
         x_rows=x_rows,
         x_total=x_total,
         x_write=x_E if folded else x_W,
-        bounds=Bounds.of(prepared, horizon=horizon),
+        bounds=Bounds.of(prepared, k, options, horizon=horizon),
         heads=Heads(h_k=k.stride(2), h_v=v.stride(2)),
         maps=with_strides(Maps, S0=initial_state, H=H, M=M),
         segments=SegmentIndex.of(segments),
