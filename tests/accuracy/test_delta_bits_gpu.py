@@ -134,6 +134,31 @@ def test_prompts_in_slots(times: int, stored: torch.dtype, rule: str, call, card
     assert torch.equal(got, o) and torch.equal(pool.nan_to_num(9), before.nan_to_num(9))
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("v_first", [False, True], ids=["K first", "V first"])
+def test_prompts_in_slots_in_segments(v_first: bool, stored: torch.dtype, rule: str, call, card):
+    """A dense batch in segments: one slot is written, one state goes elsewhere, one prompt is skipped, one is fresh."""
+    a, _ = call(2100, 4, B=4)
+    a |= {"use_qk_l2norm_in_kernel": True, "state_v_first": v_first}
+    states = a.pop("initial_state").to(stored)
+    source, to, given = ([5, 0, -1, 3], [5, 6, 2, 3], [True, True, True, False])
+    source, to, given = (torch.tensor(numbers, device=card) for numbers in (source, to, given))
+    before = states.new_full((8, *states.shape[1:]), math.nan)
+    before[[5, 0]] = states[:2]
+    entering = torch.where(given[:, None, None, None], before[source.clamp(min=0)].float(), 0)
+    entering[2] = 0
+    where = {"state_indices": source, "output_state_indices": to, "has_initial_state": given}
+    with segment_rule.forced(8):
+        o, left = getattr(wyfold, f"chunk_{rule}")(**a, initial_state=entering, output_final_state=True)
+        o[2] = 0
+        after = before.clone()
+        after[to[[0, 1, 3]]] = left[[0, 1, 3]].to(stored)
+        for _ in range(10):
+            pool = before.clone()
+            got = serving.prefill(**{"g": None} | a, pool=pool, **where)
+            assert torch.equal(got, o) and torch.equal(pool.nan_to_num(9), after.nan_to_num(9))
+
+
 @pytest.mark.parametrize("v_first", [False, True], ids=["K first", "V first"])
 @pytest.mark.parametrize("steps", [(2**30 + 64, 2**14), (2**14, 2**31 + 64)], ids=["slots", "heads"])
 @pytest.mark.parametrize("op, T", [(serving.prefill, 130), (serving.decode, 1), (serving.verify, 2)])

@@ -44,3 +44,24 @@ def test_no_warp_waits_for_a_decay(heads: int, segments: int, wrt: tuple[str, ..
     with aot.pretend_gpu("sm_90", compiling):
         call.run()
     assert found == {f"wyfold_{name}_gluon": [] for name in names}
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+def test_launches_that_start_early_wait(segments: int):
+    """All of a dense forward but the first. In segments the scan's producer loads before the fold has ended; without
+    segments it waits as well, because it loads what `prepare` writes."""
+    early, before = [], []
+
+    def compiling(kernel, *arguments, **options):
+        early.append((kernel.fn.__name__, options.get("launch_pdl", False)))
+        if kernel.fn.__name__ == "wyfold_scan_gluon":
+            code = disassemble(aot.code(kernel, *arguments, **options)[0])
+            before.append(code.partition("UTMALDG")[0].count("ACQBULK"))
+            assert code.count("ACQBULK") == (2 if segments == 1 else 1)
+
+    with aot.pretend_gpu("sm_90", compiling):
+        aot.Call("chunk_gated_delta_rule", options=aot.GPU_CHUNKS, wrt=("initial_state",), segments=segments).run()
+    between = [("wyfold_segment_summary_gluon", True), ("wyfold_segment_fold_gluon", True)]
+    forward = [("wyfold_prepare_gluon", False), *between * (segments > 1), ("wyfold_scan_gluon", True)]
+    assert early[: len(forward)] == forward and not any(started for _, started in early[len(forward) :])
+    assert before == [1 if segments == 1 else 0]

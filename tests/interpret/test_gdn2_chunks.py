@@ -11,8 +11,10 @@ from tests.interpret.test_low_rank import BF16, PER_TOKEN, drawn, require_accura
 from tests.ops.low_rank_calls import OPERATORS
 
 import wyfold
+from wyfold import serving
 from wyfold.autograd import low_rank_chunk
 from wyfold.reference import inputs
+from wyfold.reference.error import rms
 from wyfold.reference.shapes import Shape
 from wyfold.runtime import segment_rule
 
@@ -102,3 +104,22 @@ def test_split_calls(device):
         one, running = wyfold.chunk_gdn2(**piece | {"initial_state": running})
         outputs.append(one)
     assert torch.equal(torch.cat(outputs, 1), o) and torch.equal(running, state)
+
+
+@slow
+@pytest.mark.parametrize("v_first", [False, True], ids=["K first", "V first"])
+def test_prefill_with_a_float32_output(v_first: bool, device):
+    """It is Triton's scan on Hopper too, which rounds no output; Gluon's stored bfloat16 into the buffer."""
+    a = drawn(NAME, Shape(1, 150, 2, 2, 128, 128), "weak", dtype=BF16)
+    a |= {"initial_state": a["initial_state"].mT.contiguous() if v_first else a["initial_state"]}
+    a |= {"state_v_first": v_first}
+    wide = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in a.items()}
+    truth, final = OPERATORS[NAME][1](**wide)
+    a = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in a.items()}
+    o, state = OPERATORS[NAME][0](**a, backend="triton")
+    pool = a.pop("initial_state").repeat(2, 1, 1, 1)
+    del a["output_final_state"]
+    out = torch.full(a["v"].shape, torch.nan, device=device)
+    slot = torch.tensor([1], device=device)
+    serving.prefill(**a, beta=None, pool=pool, state_indices=slot, rule="gdn2", out=out, backend="triton")
+    assert rms(out.cpu(), truth) < rms(o.cpu(), truth) and rms(pool[1:].cpu(), final) < 1.1 * rms(state.cpu(), final)

@@ -26,6 +26,15 @@ def test_gates(name: str, K: int, gate: str, device, guarded, results):
 
 
 @slow
+@pytest.mark.parametrize("chunk_size", [16, 64])
+@pytest.mark.parametrize(("name", "K"), [*WIDTHS, ("chunk_rwkv7", 128), ("chunk_iplr_delta_rule", 128)])
+def test_chunks_of_other_lengths(name: str, K: int, chunk_size: int, device, guarded, results):
+    """They are prepared in Triton on Hopper too. Chunks of 64 tokens once got the kernel for 32."""
+    a = drawn(name, Shape(1, 150, 2, 2, K, 64), "weak", dtype=BF16)
+    require_accurate(name, a, device, guarded, results, chunk_size=chunk_size)
+
+
+@slow
 def test_gate_inside_and_grouped_heads(device, guarded, results):
     a = drawn("chunk_dplr_delta_rule", Shape(2, 64, 1, 2, 64, 64), "model", dtype=BF16)
     require_accurate("chunk_dplr_delta_rule", a, device, guarded, results, chunk_size=32, scale=0.3)

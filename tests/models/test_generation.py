@@ -98,6 +98,23 @@ def test_memory_does_not_grow(model, ids):
             assert cache.nbytes == size > 0
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
+@pytest.mark.parametrize(("mixer", "K", "V"), [("gdn", 256, 512), ("kda", 128, 256), ("gdn", 64, 64)])
+def test_pools_and_a_graph_change_no_token(mixer: str, K: int, V: int, monkeypatch):
+    """On a GPU, steps are replays of a graph on pools; of a sharded model they are calls with a cache."""
+    sizes = {"hidden_size": 256, "num_layers": 2, "num_heads": 2, "head_dim": K, "head_v_dim": V}
+    model = Decoder(DecoderConfig(pattern=mixer, **sizes)).to("cuda", torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    ids, graphs, replay = torch.randint(256, (3, 70), device="cuda"), [], generation.Replay
+    monkeypatch.setattr(generation, "Replay", lambda step: graphs.append(step) or replay(step))
+    pooled = model.generate(ids, 24, temperature=0)
+    assert len(graphs) == 1 and pooled[:, 70:].unique().numel() > 10
+    monkeypatch.setattr(generation, "_plain", lambda *_: False)
+    assert torch.equal(model.generate(ids, 24, temperature=0), pooled) and len(graphs) == 1
+
+
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [

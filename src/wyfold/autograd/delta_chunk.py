@@ -13,10 +13,10 @@ the main stream runs what needs no fold: in the forward the scan of the segments
 the half of `scan_bwd` that recomputes states. In the forward of a dense batch whose summaries are short, all of these
 launches follow one another on one stream (`KernelCall.two_streams`). A dense batch's forward on Hopper has no
 `segment_grid`, because Gluon kernels compute the tables from sizes (`EvenSegments`); on one stream each launch starts
-before the one ahead of it has ended (`kernel_launch.overlapping_launches`). A backward with much memory at the chunks'
-borders takes some heads after the others (`head_parts`). States, maps and gradients at segment borders are stored
-K-last, [V, K]; launches get the [K, V] view, `.mT`. Of states in slots of a pool, a forward in segments first copies
-those that enter, with `state_pool`, for a packed batch on the side stream beside `prepare`.
+before the one ahead of it has ended (`kernel_launch.overlapping_launches`), also without segments. A backward with much
+memory at the chunks' borders takes some heads after the others (`head_parts`). States, maps and gradients at segment
+borders are stored K-last, [V, K]; launches get the [K, V] view, `.mT`. Of states in slots of a pool, a forward in
+segments first copies those that enter, with `state_pool`, for a packed batch on the side stream beside `prepare`.
 
 The host never waits for the device: grids and buffers are sized by capacity, and kernels read the boundaries.
 """

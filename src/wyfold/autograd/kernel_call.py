@@ -95,8 +95,9 @@ class KernelCall:
         return self.segment_grid()
 
     def overlapping_launches(self) -> contextlib.AbstractContextManager[None]:
-        """Context of a forward: in segments on one stream, on Hopper, each launch starts before the last ends."""
-        if self.segment_grid is None or self.two_streams or not self.uses_tma:
+        """Context of a forward: of a dense batch on one stream, on Hopper, each launch starts before the last ends."""
+        beside = self.segment_grid is not None and self.two_streams
+        if self.t.cu_seqlens is not None or beside or not self.uses_tma:
             return contextlib.nullcontext()
         return kernel_launch.overlapping_launches()
 

@@ -245,8 +245,8 @@ def overlapping_launches() -> Iterator[None]:
     Only the kernels of `WAITING` start early. Each of them waits for the end of the launch ahead before it reads what
     that launch wrote, and ends after it. `segment_summary` and `segment_fold` let the next launch start only after this
     wait: `segment_fold` and `scan` may read at once what launches before the one ahead wrote. `prepare` lets it start
-    at once. The first launch inside starts as always, and so does every launch on another stream. The GPU is Hopper or
-    newer.
+    at once. The first launch inside starts as always, and so does every launch on another stream. So any of them may
+    read at once what was written before the first one. The GPU is Hopper or newer.
     """
     _thread.overlap = 0
     try:

@@ -67,6 +67,8 @@ def consumer(gmem, ring, smem, coords, part, SIZES: gl.constexpr):
         states.S0, states.s_S0, state.n, state.begins, segments.borders, segments.s_borders, state.border - 1,
         state.exists, span.hv, row, SIZES,
     )  # fmt: skip
+    if segments.borders is None:
+        wait_for_launch_ahead()  # of `prepare`; what is loaded so far is not its
     opaque_zero = gl.minimum(span.steps, 0)
     total = 0.0
     if not CHANNEL:

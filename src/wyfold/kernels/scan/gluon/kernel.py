@@ -19,7 +19,7 @@ from wyfold.kernels.pipeline.gluon import (
     specialize,
 )
 from wyfold.kernels.scan.gluon.consumer import Globals, Smem, consumer
-from wyfold.tile.index.gluon import clear_tokens
+from wyfold.tile.index.gluon import clear_tokens, wait_for_launch_ahead
 from wyfold.tile.index.triton import TokenRows
 from wyfold.tile.index.triton.slots import even_segment, segment_coords, slot_coords
 
@@ -132,4 +132,13 @@ def wyfold_scan_gluon(
     gmem = Globals(x_total, x_o, x_w, scale, tokens, states, segments)
     count = span.steps + (span.tail_rows > 0).to(gl.int32)
     coords = Coords(span, Ends(i_n, i_border, i_n < N, begins, ends, i_to))
-    specialize(consumer, gmem, ring, Smem(out, state), coords, produce, (inputs, ring, count, False, SIZES), SIZES)
+    AT_ONCE: gl.constexpr = segments.borders is not None
+    specialize(consumer, gmem, ring, Smem(out, state), coords, _producer, (inputs, ring, count, AT_ONCE, SIZES), SIZES)
+
+
+@gluon.jit
+def _producer(inputs, ring, count, AT_ONCE: gl.constexpr, SIZES: gl.constexpr):
+    """Producer: `produce`, at once in segments, whose factors are older than the launch ahead, else after that."""
+    if not AT_ONCE:
+        wait_for_launch_ahead()
+    produce(inputs, ring, count, False, SIZES)
