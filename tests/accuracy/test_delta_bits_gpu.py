@@ -220,7 +220,7 @@ def test_maps_are_left_when_they_are_zeros(B: int, placed, monkeypatch):
     a["g"][:] = -torch.tensor([2.0, 0.33, 0.06, 1e-3], device=a["g"].device)
     a["g"][:, 64 * 16 : 64 * 32, 0] = -1e-3  # the second of five segments
     found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-    tables = segment_grid(chunk_grid(B, 64 * 80, 64, None), Cut(1, 5), a["g"].device)
+    tables = segment_grid(chunk_grid(B, 64 * 80, 64, None), Cut(1, 5, 2), a["g"].device)
     summary = gluon.segment_summary
 
     def both(*arguments: Any, horizon: bool) -> None:
