@@ -202,6 +202,7 @@ class ServingCall:
             states in other slots. 0: one head, with float32 tokens.
         v_first: Whether the states of a call with a gate are [V, K].
         wide: Whether the output is float32 for tokens of 16 bits.
+        segments: Number of segments of the sequence, with `heads`.
         tested: As in `Call`.
     """
 
@@ -212,12 +213,14 @@ class ServingCall:
     heads: int = 0
     v_first: bool = True
     wide: bool = False
+    segments: int = 1
     tested: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         wide = f", a {self.gate} gate, 128 channels, {'V' if self.v_first else 'K'}-first" if self.gate else ""
         wide += f", bfloat16 tokens, {self.heads} heads" if self.heads else ""
         wide += ", float32 output" if self.wide else ""
+        wide += f", in {self.segments} segments" if self.segments != 1 else ""
         return f"serving.{self.operator} {self.stored}{wide}" + (" packed, states between" if self.between else "")
 
     def run(self) -> None:
@@ -236,7 +239,8 @@ class ServingCall:
         T, D, H, more = 1, 128 if self.gate else 16, self.heads or 1, dict[str, Any]()
         pool, slots = torch.zeros(2, H, D, D, dtype=getattr(torch, self.stored)), torch.tensor([1])
         if self.heads:
-            T, more = 64, {"has_initial_state": torch.ones(1, dtype=torch.bool), "output_state_indices": slots - 1}
+            T = 64 * self.segments
+            more = {"has_initial_state": torch.ones(1, dtype=torch.bool), "output_state_indices": slots - 1}
         if self.between:
             T, more = 64, {"cu_seqlens": torch.tensor([0, 64]), "checkpoint_every": 64}
             more |= {"checkpoint_pool": torch.zeros_like(pool), "checkpoint_indices": torch.tensor([1])}
@@ -245,7 +249,8 @@ class ServingCall:
         more |= {"state_v_first": bool(self.gate) and self.v_first, "backend": "triton"}
         if self.wide:
             more |= {"out": torch.empty(v.shape)}
-        with mock.patch.object(serving_call, "best_chunk_size", lambda *_, **__: 64 if self.heads else 16):
+        cut = segment_rule.forced(self.segments) if self.segments != 1 else contextlib.nullcontext()
+        with cut, mock.patch.object(serving_call, "best_chunk_size", lambda *_, **__: 64 if self.heads else 16):
             getattr(serving, self.operator)(q, k, v, g, torch.rand(1, T, H), pool, slots, **more)
 
 
@@ -802,6 +807,8 @@ PER_ARCHITECTURE: dict[str, tuple[Call | ServingCall | RankCall, ...]] = {
         ServingCall("prefill", gate="scalar", heads=1),
         ServingCall("prefill", "bfloat16", gate="scalar", heads=128),
         ServingCall("prefill", "bfloat16", gate="channel", heads=128),
+        ServingCall("prefill", gate="scalar", heads=2, segments=4),
+        ServingCall("prefill", gate="channel", heads=2, segments=4),
         ServingCall("decode", "bfloat16", gate="scalar", v_first=False),
         ServingCall("decode", "bfloat16", gate="channel", v_first=False, tested=HOPPER),
     ),

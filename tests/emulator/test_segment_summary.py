@@ -12,6 +12,7 @@ from tests.emulator.delta import C, Call, draw, options, rounded
 from tests.emulator.machine import Machine
 from torch import Tensor
 
+from wyfold.kernels.records import Slots
 from wyfold.kernels.segment_summary.gluon import backward, forward
 from wyfold.runtime.chunk_layout import Cut, EvenSegments, Segments, chunk_grid, even_segments, segment_grid
 from wyfold.runtime.kernel_configs import Config, LaunchKey
@@ -114,6 +115,27 @@ def test_even_segments(tokens: int):
     got = summary(Machine(), CONFIGS[0], call, dense, horizon=False)
     assert dense.borders == 8 and (want[0][:8] != UNWRITTEN).all()
     assert all(torch.equal(x, y[:8]) for x, y in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("horizon", [False, True], ids=["whole", "from the horizon"])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_initial_states_in_slots(config: tuple[dict[str, int], int], horizon: bool):
+    """H and M have the bits of those of a gathered state, which is copied, also where H begins behind it."""
+    call, _, dense = even(4, 14 * C)
+    if horizon:
+        call.prepared = call.prepared._replace(total=call.prepared.total * 1e-18)
+        call.prepared.rows[:, 2] *= 1e-18
+    N, HV, K, V = call.S0.shape
+    pool = torch.randn(7, HV, V, K).mT
+    source, given = torch.tensor([5, 6, -1, 2], dtype=torch.int32), torch.tensor([True, False, True, True])
+    call.S0 = pool[source.clamp(min=0)] * torch.tensor([1.0, 0.0, 0.0, 1.0])[:, None, None, None]
+    want = summary(Machine(), config, call, dense, horizon=horizon)
+    copied, expected = torch.full((N, HV, V, K), UNWRITTEN).mT, call.S0
+    call.S0 = pool
+    slots = Slots(pool, pool, source, given=given)
+    got = summary(Machine("late", "last"), config, call, dense, horizon=horizon, slots=slots, entering=copied)
+    assert torch.equal(copied, expected)
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[2]], ids=str)
@@ -229,15 +251,16 @@ def summary(
     segments: Segments | EvenSegments,
     *,
     horizon: bool,
+    **pooled: Any,
 ) -> tuple[Tensor, Tensor]:
-    """H and M of `segment_summary`."""
+    """H and M of `segment_summary`. pooled: Its slots, and the copy of their states."""
     shape = segments.borders, call.v.shape[2]
     H, M = (torch.full((*shape, width, call.q.shape[3]), UNWRITTEN).mT for width in (call.v.shape[3], call.q.shape[3]))
     call.spoil()
     with machine.installed(forward.launch, Config(4, config[1], config[0])):
         how = options(erases=call.erases)
         given = call.k, call.v, call.launched, call.S0, segments, how, LaunchKey()
-        forward.segment_summary(*given, H, M, horizon=horizon)
+        forward.segment_summary(*given, H, M, horizon=horizon, **pooled)
     return H, M
 
 

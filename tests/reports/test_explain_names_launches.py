@@ -15,6 +15,7 @@ from torch import Tensor
 
 import wyfold
 from wyfold import serving
+from wyfold.autograd import kernel_call
 from wyfold.ops import serving_call
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
@@ -209,3 +210,27 @@ def test_prefill_of_gdn2(asked: str, monkeypatch: pytest.MonkeyPatch):
     assert f"low_rank_scan.{scan}" in named_in(explained(serving.prefill, a).forward)
     assert ("wyfold_scan_gluon" in launched) == (scan == "gluon")
     assert ("wyfold_low_rank_scan_triton" in launched) == (scan == "triton")
+
+
+@pytest.mark.parametrize("rule", RULES[1:])
+@pytest.mark.parametrize("kind", ["dense", "two streams", "packed", "out in float32"])
+def test_prefill_in_segments(rule: str, kind: str, monkeypatch: pytest.MonkeyPatch):
+    """Of a dense batch no table is made, and on one stream the summaries copy the states that enter."""
+    monkeypatch.setattr(serving_call, "best_chunk_size", lambda *_, **__: 64)  # as on a GPU
+    a = inputs.draw("random", rule, Shape(1, 256, 1, 1, 128, 128), gate="weak", dtype=torch.bfloat16)
+    a |= {"pool": torch.zeros(3, 1, 128, 128), "state_indices": torch.tensor([1]), "state_v_first": True}
+    a |= {"use_qk_l2norm_in_kernel": True, "backend": "triton"}
+    if kind == "two streams":
+        monkeypatch.setattr(kernel_call, "LONG", {"scalar": 1, "channel": 1})
+    elif kind == "packed":
+        a |= {"cu_seqlens": torch.tensor([0, 256])}
+    elif kind == "out in float32":
+        a |= {"out": torch.empty(1, 256, 1, 128)}
+    with segment_rule.forced(4):
+        plan = explained(serving.prefill, a)
+        found = launches(lambda: serving.prefill(**a))
+    assert named_in(plan.forward) == {name for name, _ in found} and plan.segments == 4
+    pool, grid = "state_pool.triton", "segment_grid.triton"
+    between = {"dense": set(), "two streams": {pool}}.get(kind, {pool, grid})
+    assert {pool, grid} & {name for name, _ in found} == between
+    assert ("state_pool" in {row.stage for row in plan.rows}) == (pool in between)

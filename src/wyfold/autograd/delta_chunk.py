@@ -16,7 +16,8 @@ launches follow one another on one stream (`KernelCall.two_streams`). A dense ba
 before the one ahead of it has ended (`kernel_launch.overlapping_launches`), also without segments. A backward with much
 memory at the chunks' borders takes some heads after the others (`head_parts`). States, maps and gradients at segment
 borders are stored K-last, [V, K]; launches get the [K, V] view, `.mT`. Of states in slots of a pool, a forward in
-segments first copies those that enter, with `state_pool`, for a packed batch on the side stream beside `prepare`.
+segments copies those that enter, in `segment_summary` without tables on one stream, else with `state_pool`, of a packed
+batch on the side stream beside `prepare`.
 
 The host never waits for the device: grids and buffers are sized by capacity, and kernels read the boundaries.
 """
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +41,7 @@ from wyfold.autograd.delta_records import (
     empty_result,
     pass_through,
 )
+from wyfold.autograd.entering_states import entering_states
 from wyfold.autograd.head_parts import HeadPart, head_parts
 from wyfold.autograd.kernel_call import KernelCall, backward_factors, factors_from_list
 from wyfold.autograd.row_alignment import contiguous_for_tma
@@ -62,7 +65,7 @@ def forward(
     Args:
         t, options, out, grid: As of `DeltaImplementation.forward`.
         slots: Pool slots in which the scan reads and writes states; the call must have sequences and tokens. In
-            segments, entering states are copied first, because the scan of a last segment may write its slot before
+            segments, entering states are copied before, because the scan of a last segment may write its slot before
             that of the first one has read it. None: states are `t.initial_state` and the results.
 
     Returns:
@@ -76,20 +79,14 @@ def forward(
         return result, saved(t, options)
     dense = t.cu_seqlens is None
     with call.overlapping_launches():
-        entering, leaving = t.initial_state, result.final_state if options.final_state else None
-        if slots is not None:
-            entering, leaving = slots.entering, slots.leaving
+        leaving = slots.leaving if slots else result.final_state if options.final_state else None
         keep = options.save and options.keep_factors
         prepare = partial(call.prepare, result.o, backward=keep, forward=True, clear=True)
-        copy = None
-        if slots is not None and entering is not None and call.segment_grid is not None:
-            copied = entering.new_empty(call.grid.sequences, *entering.shape[1:], dtype=options.state_dtype)
-            copy = partial(call.stage("state_pool").enter, entering, slots, copied)
-            entering = copied
-        if copy is not None and dense:
-            copy()
         call.segments = call.forward_segments(result)
+        summarized, entering, copy = entering_states(call, slots)
         if copy is None or dense:
+            if copy is not None:
+                copy()
             prepared = prepare()
         else:
             # Copied beside `prepare`, which does not read them.
@@ -116,7 +113,9 @@ def forward(
         if call.segments is None:
             scan()
         else:
-            _scan_segments(call, scan, partial(call.summary, k, v, prepared, initial, *at_borders), at_borders)
+            pooled: dict[str, Any] = {} if summarized is entering else {"slots": slots, "entering": initial}
+            summary = partial(call.summary, k, v, prepared, call.k_first(summarized), *at_borders, **pooled)
+            _scan_segments(call, scan, summary, at_borders)
         if o is not result.o:
             result.o.copy_(o)
         return result, [*(at_borders if options.save else []), *(backward_factors(prepared) if keep else [])]

@@ -128,14 +128,27 @@ class KernelCall:
         return partial(prepare, *arguments, folded=self.folded)
 
     def summary(
-        self, k: Tensor, v: Tensor, prepared: Prepared, initial: Tensor | None, states: Tensor, maps: Tensor
+        self,
+        k: Tensor,
+        v: Tensor,
+        prepared: Prepared,
+        initial: Tensor | None,
+        states: Tensor,
+        maps: Tensor,
+        **pooled: Any,
     ) -> None:
-        """Write H [borders, HV, V, K] and M [borders, HV, K, K] of the segment that ends at each border."""
+        """Write H [borders, HV, V, K] and M [borders, HV, K, K] of the segment that ends at each border.
+
+        Args:
+            k, v, prepared, initial: As of the launch.
+            states, maps: H and M.
+            pooled: `slots` and `entering` of the Gluon launch, if it copies the initial states from their slots.
+        """
         key = self.key._replace(launch="fwd")
         summary = table.selected_module("segment_summary", self.options.backend, key, k.device).segment_summary
         horizon = self.begins_at_horizon(key)
         arguments = k, v, prepared, initial, self.segments, self.options, self.key, states.mT, maps.mT
-        summary(*arguments, horizon=horizon)
+        summary(*arguments, horizon=horizon, **pooled)
 
     def summary_bwd(
         self, q: Tensor, k: Tensor, prepared: Prepared, do: Tensor, final: Tensor | None, gradients: Tensor
@@ -166,14 +179,8 @@ class KernelCall:
 
     @cached_property
     def two_streams(self) -> bool:
-        """Whether a forward in segments scans first segments beside the summaries, which run on the side stream.
-
-        A fork and a join take as long as a few chunks of a scan. In a dense batch that pays if segments have LONG
-        chunks. Under a scalar gate summaries are shorter. Without a gate it was not measured, and there is one stream.
-        """
-        if self.t.cu_seqlens is not None:
-            return True
-        return self.key.gate in LONG and self.segment_chunks >= LONG[self.key.gate]
+        """Whether a forward in segments scans first segments beside the summaries, which run on the side stream."""
+        return self.t.cu_seqlens is not None or pays_two_streams(self.key.gate, self.segment_chunks)
 
     @property
     def splits_heads(self) -> bool:
@@ -200,6 +207,15 @@ class KernelCall:
     def k_first(self, states: Tensor | None) -> Tensor | None:
         """View the caller's states K-first; None for None."""
         return None if states is None else transpose_if_v_first(states, self.options)
+
+
+def pays_two_streams(gate: str | None, chunks: int) -> bool:
+    """Whether a second stream pays in the forward of a dense batch with segments of so many chunks.
+
+    A fork and a join take as long as a few chunks of a scan. That pays if segments have LONG chunks. Under a scalar
+    gate summaries are shorter. Without a gate it was not measured, and there is one stream.
+    """
+    return gate in LONG and chunks >= LONG[gate]
 
 
 def _aligned(t: DeltaTensors) -> DeltaTensors:

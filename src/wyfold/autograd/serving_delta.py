@@ -2,9 +2,10 @@
 
 It has no gradient. Its kernels are those of the differentiable operators, which read and write the slots themselves.
 The recurrent form is one launch. The chunk form has the launches of a call without a pool, and one more if intermediate
-states are stored. If it cuts sequences into segments, it gathers states from their slots first, since the scan of the
-first segment reads a state while that of the last one writes it. The eager backend gathers states, runs, and scatters
-them back. So do the kernels of a diagonal-plus-low-rank rule.
+states are stored. If it cuts sequences into segments, it copies states out of their slots before the scan, in which the
+first segment reads a state while the last one writes it: one launch more, but where the Gluon kernels of a dense batch
+do so themselves. The eager backend gathers states, runs, and scatters them back. So do the kernels of a
+diagonal-plus-low-rank rule.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _serve(*arguments: Any) -> None:
         A_log, dt_bias = (None if x is None else x.contiguous() for x in (A_log, dt_bias))
         recurrent.recurrent(q, k, v, g, beta, A_log, dt_bias, slots, grid, options, s.o)
     elif on_slots and s.o.numel() and (grid.sequences or not options.segment_chunks):
-        # The scan reads states from the pool, unless it runs segments, and writes them back.
+        # The scan reads states from the pool, or of segments from a copy, and writes them back.
         result, _ = delta_chunk.forward(t, options._replace(final_state=False), s.o, grid, slots)
         _store_checkpoints(t, s, result.states, slots, grid, options)
     else:

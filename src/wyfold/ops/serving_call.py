@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wyfold.autograd.kernel_call import pays_two_streams
 from wyfold.autograd.serving_delta import serve_op
 from wyfold.kernels import table
 from wyfold.kernels.trial import TOKENS, Sample, Trial, boundary_sample, sample, with_sequences
@@ -33,10 +34,11 @@ from wyfold.ops.serving_checks import (
     check_rule,
 )
 from wyfold.runtime import check, segment_rule
-from wyfold.runtime.chunk_layout import expected_segments
+from wyfold.runtime.chunk_layout import WITHOUT_TABLES, expected_segments
 from wyfold.runtime.differentiation import refuse_transforms
 from wyfold.runtime.kernel_configs import LaunchKey
 from wyfold.runtime.options import DeltaOptions
+from wyfold.runtime.plan import explaining
 from wyfold.runtime.replay_cache import PublicOperator
 from wyfold.runtime.torch_ops import call, in_autocast_dtype
 
@@ -76,9 +78,11 @@ def make_plan(t: ServingTensors, flags: ServingFlags) -> DeltaOptions:
     # The scan reads and writes the slots itself, but states that enter segments, and checkpoints, pass through copies.
     # So do all states of a low-rank rule.
     low_rank = options.rule != "delta"
-    passes = low_rank or (flags.chunked and (options.checkpoint_every or options.cut.chunks))
-    copied = ("state_pool",) if passes else ()
     between = SEGMENT_STAGES if options.cut.chunks else ()
+    passes = low_rank or (flags.chunked and (options.checkpoint_every or between))
+    if between and explaining():
+        passes = not _copied_in_summaries(t, options, dict(_keys(t, flags, checked, options, between)))
+    copied = ("state_pool",) if passes else ()
     steps = ("prepare", *between, "scan") if flags.chunked else ("prepare", "recurrent")
     pools = ("state_pool",) if flags.chunked or low_rank else ()
     return with_backend(
@@ -137,6 +141,15 @@ def _keys(
     if wide:
         found = [(stage, key._replace(wide=stage == "scan")) for stage, key in found]
     return found
+
+
+def _copied_in_summaries(t: ServingTensors, options: DeltaOptions, keys: dict[str, LaunchKey]) -> bool:
+    """Whether the summaries of a call in segments copy the states that enter, as `entering_states` decides. keys: Of
+    each stage."""
+    kernels = {table.selected_backend(stage, options.backend, keys[stage], t.q.device) for stage in WITHOUT_TABLES}
+    even = t.cu_seqlens is None and kernels == {"gluon"}
+    chunks = options.cut.length(-(-t.q.shape[1] // options.chunk_size))
+    return even and not pays_two_streams(keys["segment_summary"].gate, chunks)
 
 
 SERVING = PublicOperator(make_plan, run)

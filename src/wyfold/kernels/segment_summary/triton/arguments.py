@@ -35,9 +35,10 @@ class Maps(NamedTuple):
     """Kernel argument: the map of each segment, and what it starts from, each with its strides.
 
     Attributes:
-        S0, s_S0: [N, HV, K, V] initial states, or None.
+        S0, s_S0: [N, HV, K, V] initial states, or None; with slots those of a pool.
         H, s_H: [borders, HV, K, V] states that segments leave, written.
         M, s_M: [borders, HV, K, K] maps from the entering to the leaving state, written.
+        copy, s_copy: [N, HV, K, V] initial states, written from the slots; None without slots.
     """
 
     S0: Any
@@ -46,6 +47,8 @@ class Maps(NamedTuple):
     s_H: Any
     M: Any
     s_M: Any
+    copy: Any = None
+    s_copy: Any = None
     end: None = None
 
 

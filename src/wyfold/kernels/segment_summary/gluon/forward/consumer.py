@@ -40,13 +40,14 @@ def consumer(gmem, ring, smem, coords, part, SIZES: gl.constexpr):
     span = coords.span
     row = span.column + part * BW
     if coords.of_H == 0:
+        if coords.slot is not None:
+            if coords.first:
+                _copy_state(gmem.maps, coords, row, SIZES)
         # Zeros where the sequence begins, so that no map is applied to its initial state twice.
         o_v, o_k = row + gl.arange(0, BW, layout=gl.SliceLayout(1, LS)), gl.arange(0, K, layout=gl.SliceLayout(0, LS))
         S = ((o_v[:, None] == o_k[None, :]) & (o_k[None, :] >= gl.where(coords.begins, K, 0))).to(gl.float32)
     else:
-        S = load_state(
-            gmem.maps.S0, gmem.maps.s_S0, coords.n, coords.begins, None, None, None, None, span.hv, row, SIZES
-        )
+        S = _initial_state(gmem.maps, coords, row, SIZES)
     opaque_zero = gl.minimum(span.steps, 0)
     total = 0.0
     next_total = 0.0
@@ -87,6 +88,34 @@ def consumer(gmem, ring, smem, coords, part, SIZES: gl.constexpr):
             # Mark for `segment_fold`: rows of zeros get the other sign, which no other zero has.
             S = gl.where(S == 0.0, 0.0, S) * gl.where(all_zeros(S), -1.0, 1.0)
             store_state(gmem.maps.M, gmem.maps.s_M, coords.border, None, span.hv, row, S, SIZES)
+
+
+@gluon.jit
+def _initial_state(maps, coords, row, SIZES: gl.constexpr):
+    """What H begins with: the initial state of its sequence, or zeros."""
+    hv = coords.span.hv
+    if coords.slot is None:
+        return load_state(maps.S0, maps.s_S0, coords.n, coords.begins, None, None, None, None, hv, row, SIZES)
+    else:
+        there = coords.begins & coords.given
+        return load_state(maps.S0, maps.s_S0, coords.slot, there, None, None, None, None, hv, row, SIZES)
+
+
+@gluon.jit
+def _copy_state(maps, coords, row, SIZES: gl.constexpr):
+    """Copy a state out of its slot for the scan, which may write the slot before it reads it; zeros if there is none.
+
+    The programs of M do so in segments that begin a sequence, where they have no chunk.
+    """
+    K: gl.constexpr = SIZES.K
+    V: gl.constexpr = SIZES.V
+    hv = coords.span.hv
+    for first in gl.static_range(0, V, K):
+        if first + row < V:
+            S = load_state(
+                maps.S0, maps.s_S0, coords.slot, coords.given, None, None, None, None, hv, first + row, SIZES
+            )  # fmt: skip
+            store_state(maps.copy, maps.s_copy, coords.n, None, hv, first + row, S, SIZES)
 
 
 @gluon.jit

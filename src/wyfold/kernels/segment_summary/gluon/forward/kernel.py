@@ -14,7 +14,7 @@ from wyfold.kernels.segment_summary.gluon.forward.zeros import Smem, write_flag
 from wyfold.tile.decay.horizon.gluon import chunks_in_reach
 from wyfold.tile.index.gluon import start_next_launch, wait_for_launch_ahead
 from wyfold.tile.index.triton import TokenRows
-from wyfold.tile.index.triton.slots import even_segment, segment_coords
+from wyfold.tile.index.triton.slots import even_segment, segment_coords, slot_coords
 
 
 class Heads(NamedTuple):
@@ -34,6 +34,8 @@ class Coords(NamedTuple):
         n: Sequence.
         border: Border at which the segment ends.
         begins: The sequence begins in this segment; of H with its initial state, of M with zeros.
+        slot, given, first: With slots, that of the initial state; whether it holds one for this call; whether the
+            segment is its sequence's first one. Else None.
     """
 
     of_H: Any
@@ -42,21 +44,44 @@ class Coords(NamedTuple):
     n: Any
     border: Any
     begins: Any
+    slot: Any
+    given: Any
+    first: Any
 
 
-@gluon.jit(do_not_specialize=["N", "T", "length"])
+@gluon.jit(do_not_specialize=["s_source", "slots", "pad", "N", "T", "length"])
 def wyfold_segment_summary_gluon(
-    x_k, x_v, x_rows, x_total, x_write, bounds, heads, maps, segments, packing, N, T, length, SIZES: gl.constexpr
+    x_k,
+    x_v,
+    x_rows,
+    x_total,
+    x_write,
+    bounds,
+    heads,
+    maps,
+    segments,
+    packing,
+    pool,
+    s_source,
+    slots,
+    pad,
+    N,
+    T,
+    length,
+    SIZES: gl.constexpr,
 ):
     """One program owns BV value rows of H or M; the tiles of a head are neighbours, so that they share k in L2.
 
     Programs of H come first. If there are at most as many as multiprocessors, each gets one, which it has to itself
     once the programs of M have stopped.
+
+    With slots, which only `EvenSegments` have, those of M that begin a sequence copy its initial state.
     """
     HV: gl.constexpr = SIZES.HV
     NV: gl.constexpr = SIZES.V // SIZES.BV
     NK: gl.constexpr = SIZES.K // SIZES.BV
     pid = gl.program_id(0).to(gl.int64)
+    slot, given, first = None, None, None
     of_M = gl.num_programs(0) // (NV + NK) * NV
     of_H = (pid < of_M).to(gl.int32)
     pid = gl.where(of_H != 0, pid, pid - of_M)
@@ -67,6 +92,10 @@ def wyfold_segment_summary_gluon(
         each = gl.num_programs(0) // ((NV + NK) * HV) // N.to(gl.int32)
         i_c, t, tokens, i_n, i_border, begins, ends = even_segment(i_border, each, 0, N, T, length, SIZES.BT)
         span = span_at(i_c, i_c * 0, t, tokens, i_hv, i_v, T, SIZES)
+        if slots is not None:
+            # Before the wait: written before the first launch, which has not started early.
+            slot, given, _, _, _ = slot_coords(i_n, pool.source, s_source, None, None, pool.given, slots, pad)
+            first = begins
         wait_for_launch_ahead()
     else:
         wait_for_launch_ahead()
@@ -92,7 +121,7 @@ def wyfold_segment_summary_gluon(
     ring = ring_of(inputs, SIZES)
     smem = _flags(ring, of_H, span.steps, SIZES)
     gmem = Globals(x_total, maps)
-    coords = Coords(of_H, needed, span, i_n, i_border, begins)
+    coords = Coords(of_H, needed, span, i_n, i_border, begins, slot, given, first)
     specialize(consumer, gmem, ring, smem, coords, producer, (inputs, ring, smem, of_H, span.steps, SIZES), SIZES)
     # Keep the barriers' memory allocated: no other buffer may reuse it (docs/facts/hopper.md, KDA-NAN-1).
     ring.full._keep_alive()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from wyfold.kernels.pipeline.gluon import Sizes, chunk_descriptors
-from wyfold.kernels.records import Prepared
+from wyfold.kernels.records import Prepared, Slots
+from wyfold.kernels.scan.triton.arguments import Pool
 from wyfold.kernels.segment_summary.gluon.forward.kernel import Heads, wyfold_segment_summary_gluon
 from wyfold.kernels.segment_summary.triton.arguments import Bounds, Maps, SegmentIndex
 from wyfold.runtime.chunk_layout import EvenSegments, Segments
@@ -28,8 +29,13 @@ def segment_summary(
     M: Tensor,
     *,
     horizon: bool,
+    slots: Slots | None = None,
+    entering: Tensor | None = None,
 ) -> None:
-    """Maps of the segments that end at borders. The arguments are those of the Triton launch.
+    """Maps of the segments that end at borders. The arguments are those of the Triton launch, and two more.
+
+    With slots, `initial_state` is a view of their pool, `segments` has no tables, and the initial states are copied to
+    `entering` [N, HV, K, V], zeros for sequences without one.
 
     Tokens are bfloat16, with the K of the configuration's row for `key`, 64 or 128. Chunks have 64 tokens. Tokens that
     TMA cannot read are copied first.
@@ -55,9 +61,13 @@ def segment_summary(
         x_write=x_E if folded else x_W,
         bounds=Bounds.of(prepared, k, options, horizon=horizon),
         heads=Heads(h_k=k.stride(2), h_v=v.stride(2)),
-        maps=with_strides(Maps, S0=initial_state, H=H, M=M),
+        maps=with_strides(Maps, S0=initial_state, H=H, M=M, copy=entering),
         segments=SegmentIndex.of(segments),
         packing=Packing(cu=grid.cu, first=grid.first),
+        pool=Pool() if slots is None else Pool(source=slots.source, given=slots.given),
+        s_source=None if slots is None or slots.source is None else slots.source.stride(0),
+        slots=None if slots is None or initial_state is None else initial_state.shape[0],
+        pad=None if slots is None else slots.pad,
         N=segments.sequences,
         T=grid.tokens,
         length=length,
