@@ -6,6 +6,7 @@ launches are recorded instead of executed, as on an H100.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from wyfold.ops import serving_call
 from wyfold.reference import inputs
 from wyfold.reference.shapes import Shape
 from wyfold.runtime import kernel_configs, segment_rule
+from wyfold.runtime.unsupported import UnsupportedError
 
 Call = dict[str, Any]
 RULES = ("delta_rule", "gated_delta_rule", "kda")
@@ -234,3 +236,12 @@ def test_prefill_in_segments(rule: str, kind: str, monkeypatch: pytest.MonkeyPat
     between = {"dense": set(), "two streams": {pool}}.get(kind, {pool, grid})
     assert {pool, grid} & {name for name, _ in found} == between
     assert ("state_pool" in {row.stage for row in plan.rows}) == (pool in between)
+
+
+@pytest.mark.parametrize("run", [serving.prefill, partial(wyfold.explain, serving.prefill)], ids=["call", "explain"])
+def test_prefill_in_float64_is_refused(run: Callable[..., Any]):
+    """`explain` of a prompt in segments raised KeyError, because float64 has no launch keys."""
+    a = inputs.draw("random", "gated_delta_rule", Shape(1, 256, 1, 1, 16, 16), dtype=torch.float64)
+    a |= {"pool": torch.zeros(3, 1, 16, 16).double(), "state_indices": torch.tensor([1]), "state_v_first": True}
+    with segment_rule.forced(4), pytest.raises(UnsupportedError, match=r"float64|need a CUDA GPU"):
+        run(**a, backend="triton")

@@ -80,7 +80,7 @@ def make_plan(t: ServingTensors, flags: ServingFlags) -> DeltaOptions:
     low_rank = options.rule != "delta"
     between = SEGMENT_STAGES if options.cut.chunks else ()
     passes = low_rank or (flags.chunked and (options.checkpoint_every or between))
-    if between and explaining():
+    if between and explaining() and q.dtype in table.FLOATS:  # others have no keys, and are refused below
         passes = not _copied_in_summaries(t, options, dict(_keys(t, flags, checked, options, between)))
     copied = ("state_pool",) if passes else ()
     steps = ("prepare", *between, "scan") if flags.chunked else ("prepare", "recurrent")
