@@ -1,5 +1,6 @@
 """The site has a page for every public operator, and its generated parts match their sources."""
 
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -94,6 +95,19 @@ def test_the_training_page_has_the_losses_that_are_stored():
     assert " and ".join(f"{abs(100 * end):.2f}" for end in ends) + " % apart" in re.sub(r"\s+", " ", page)
     for theme in speed.COLORS:
         assert f"charts/training-{theme}.svg" in page and (speed.CHARTS / f"training-{theme}.svg").exists()
+
+
+def test_the_newest_comparison_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of two files of one day the last by name counted, and README had the older times of prompts."""
+    shape = {"B": 1, "T": 64, "H": 1, "HV": 1, "K": 128, "V": 128}
+    row = {"op": "gdn", "shape": shape, "gate": "mid", "norm": "inside", "mode": "fwd", "kernels": []}
+    for name, date, ours in (("prompts", "16:29", 2.0), ("prompts-gdn", "17:57", 1.0)):
+        times = {"wyfold": ("wyfold.chunk_gdn", ours), "peer": ("flash_qla.gdn", 4.0)}
+        rows = [row | {"contender": c, "ran": ran, "milliseconds": {"median": x}} for c, (ran, x) in times.items()]
+        record = {"date": f"2026-11-27T{date}:00+00:00", "hardware": {"gpus": [{"name": "H200"}]}, "rows": rows}
+        (tmp_path / f"h200-2026-11-27-bench-{name}-peers-0.json").write_text(json.dumps(record))
+    monkeypatch.setattr(speed, "RESULTS", tmp_path)
+    assert [found.ratio for found in speed.comparisons()] == [4.0]
 
 
 def test_the_readme_is_short_and_has_the_times_that_are_stored():

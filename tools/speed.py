@@ -90,8 +90,8 @@ def comparisons() -> list[Comparison]:
     has gates given and inside, they are given.
     """
     found: dict[tuple[str, ...], Comparison] = {}
-    for file in sorted(RESULTS.glob("*-bench-*-peers*.json"), key=lambda file: file.name.split("-", 1)[1]):
-        record = json.loads(file.read_text(encoding="utf-8"))
+    records = [(file, json.loads(file.read_text(encoding="utf-8"))) for file in RESULTS.glob("*-bench-*-peers*.json")]
+    for file, record in sorted(records, key=lambda pair: pair[1]["date"]):
         gpus = record["hardware"].get("gpus") or []
         groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         for row in sorted(record["rows"], key=lambda row: (row["gate"] == "model", row["norm"] == "inside")):
