@@ -51,9 +51,10 @@ def cut(
 
         L (scan + summary) + n / L fold + launches        in place of n scan
 
-    with 1.1 to 1.3 us for a chunk of `scan`, as much for one of `summary`, 2 us for a border of `fold`, and 20 us for
-    four more launches (measured on an H200, docs/segments.md). So few long segments waste the GPU, and many short ones
-    wait for `fold`. Each of the rule's numbers is where the measured times of both families and both directions turn:
+    with 1.1 to 1.3 us for a chunk of `scan`, as much for one of `summary`, 1 to 2 us for a border of `fold`, and 20 us
+    for four more launches (measured on an H200, docs/log/operators.md). So few long segments waste the GPU, and many
+    short ones wait for `fold`. Each of the rule's numbers is where the measured times of both families and both
+    directions turn:
 
     - A sequence has at most processors / (batch heads ceil(V / 64)) segments, rounded down, so that the segments of all
       rows run at once. A batch that fills the GPU without segments would only pay for their summaries.
