@@ -3,8 +3,17 @@
 import importlib.util
 
 import pytest
+import torch
 from tests.compile import aot
 from tests.compile.machine_code import blocking_loads, disassemble
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from wyfold import serving
+from wyfold.autograd import delta_chunk
+from wyfold.ops import serving_call
+from wyfold.reference import inputs
+from wyfold.reference.shapes import Shape
+from wyfold.runtime import segment_rule
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -65,3 +74,30 @@ def test_launches_that_start_early_wait(segments: int):
     forward = [("wyfold_prepare_gluon", False), *between * (segments > 1), ("wyfold_scan_gluon", True)]
     assert early[: len(forward)] == forward and not any(started for _, started in early[len(forward) :])
     assert before == [1 if segments == 1 else 0]
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+def test_an_output_is_copied_before_the_launch_that_runs_ahead_of_the_scan(segments: int, monkeypatch):
+    """`scan` clears the outputs of skipped sequences before it waits: a copy just ahead of it could undo that."""
+    monkeypatch.setattr(serving_call, "best_chunk_size", lambda *_, **__: 64)  # as on a GPU
+    forward, steps = delta_chunk.forward, []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.copy_.default:
+                steps.append("copy")
+            return func(*args, **(kwargs or {}))
+
+    def observed(*given):
+        with Copies():
+            return forward(*given)
+
+    monkeypatch.setattr(delta_chunk, "forward", observed)
+    a = inputs.draw("random", "gated_delta_rule", Shape(2, 256, 1, 1, 128, 128), gate="weak", dtype=torch.bfloat16)
+    a |= {"pool": torch.zeros(3, 1, 128, 128), "state_indices": torch.tensor([1, -1]), "state_v_first": True}
+    a |= {"out": a["v"].new_empty(2, 256, 1, 256)[..., ::2], "backend": "triton"}
+    launched = lambda kernel, *_, **__: steps.append(aot.kernel_name(kernel))
+    with aot.pretend_gpu("sm_90", launched), segment_rule.forced(segments):
+        serving.prefill(**a)
+    between = ["segment_summary.gluon", "segment_fold.gluon"] * (segments > 1)
+    assert steps == ["copy", "prepare.gluon", *between, "scan.gluon", "copy"]

@@ -84,6 +84,11 @@ def forward(
         prepare = partial(call.prepare, result.o, backward=keep, forward=True, clear=True)
         call.segments = call.forward_segments(result)
         summarized, entering, copy = entering_states(call, slots)
+        scan_key, o = call.scan_key(result), result.o
+        in_gluon = table.selected_backend("scan", options.backend, scan_key, o.device) == "gluon"
+        if dense and (call.segments or in_gluon):
+            # Before `prepare`: `scan` clears outputs of skipped sequences while the launch ahead of it may run.
+            o = contiguous_for_tma(o)
         if copy is None or dense:
             if copy is not None:
                 copy()
@@ -101,10 +106,11 @@ def forward(
         initial, final = call.k_first(entering), call.k_first(leaving)
         q, k, v = (call.buffer(x) for x in (t.q, t.k, t.v))
         # Two launches may write segments of it. If TMA could not write it, each would write to a copy of all of it.
-        o = contiguous_for_tma(result.o) if call.segments else result.o
+        if call.segments:
+            o = contiguous_for_tma(o)
         at_borders = empty_at_borders(t, options)
         scan = partial(
-            table.selected_module("scan", options.backend, call.scan_key(result), t.q.device).scan,
+            table.selected_module("scan", options.backend, scan_key, t.q.device).scan,
             *(q, k, v, prepared, initial, call.scan_grid, options, call.key, call.buffer(o), final, states, first),
             segments=call.segments,
             borders=at_borders[0].mT if at_borders else None,
