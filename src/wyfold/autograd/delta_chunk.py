@@ -2,11 +2,10 @@
 
     forward     chunk_grid (packed batches only), prepare, scan
     backward    chunk_grid, prepare (unless its factors were saved), scan_bwd, gradients
+    segments    segment_grid, segment_summary, segment_fold: before the scan, in either direction
 
-If long sequences are cut into segments, the scan runs over segments instead of sequences. Before it, in either
-direction, run
-
-                segment_grid, segment_summary, segment_fold: states, or their gradients, at the segments' borders
+If long sequences are cut into segments, the scan runs over segments instead of sequences, from states, or their
+gradients, at the segments' borders.
 
 `segment_summary`, `segment_fold` and the scan that reads their results run on a high-priority side stream. Meanwhile
 the main stream runs what needs no fold: in the forward the scan of the segments that begin a sequence, in the backward
@@ -15,9 +14,9 @@ launches follow one another on one stream (`KernelCall.two_streams`). A dense ba
 `segment_grid`, because Gluon kernels compute the tables from sizes (`EvenSegments`); on one stream each launch starts
 before the one ahead of it has ended (`kernel_launch.overlapping_launches`), also without segments. A backward with much
 memory at the chunks' borders takes some heads after the others (`head_parts`). States, maps and gradients at segment
-borders are stored K-last, [V, K]; launches get the [K, V] view, `.mT`. Of states in slots of a pool, a forward in
-segments copies those that enter, in `segment_summary` without tables on one stream, else with `state_pool`, of a packed
-batch on the side stream beside `prepare`.
+borders are stored K-last, [V, K]; launches get the [K, V] view, `.mT`. A forward in segments copies the states that
+enter from the slots of a pool (`entering_states`), since the scan of a last segment may write a slot before that of the
+first one has read it. For a packed batch it does so on the side stream, beside `prepare`.
 
 The host never waits for the device: grids and buffers are sized by capacity, and kernels read the boundaries.
 """
@@ -64,9 +63,7 @@ def forward(
 
     Args:
         t, options, out, grid: As of `DeltaImplementation.forward`.
-        slots: Pool slots in which the scan reads and writes states; the call must have sequences and tokens. In
-            segments, entering states are copied before, because the scan of a last segment may write its slot before
-            that of the first one has read it. None: states are `t.initial_state` and the results.
+        slots: Slots of the states, of a call with sequences and tokens. None: `t.initial_state` and the results.
 
     Returns:
         The results, and the tensors that the backward reads besides the call's own.
@@ -86,8 +83,7 @@ def forward(
         summarized, entering, copy = entering_states(call, slots)
         scan_key, o = call.scan_key(result), result.o
         in_gluon = table.selected_backend("scan", options.backend, scan_key, o.device) == "gluon"
-        if dense and (call.segments or in_gluon):
-            # Before `prepare`: `scan` clears outputs of skipped sequences while the launch ahead of it may run.
+        if dense and (call.segments or in_gluon):  # first: `scan` clears outputs while the launch ahead of it may run
             o = contiguous_for_tma(o)
         if copy is None or dense:
             if copy is not None:
@@ -105,7 +101,7 @@ def forward(
             states, first = call.k_first(rows), call.grid.first_states(t.q.device)
         initial, final = call.k_first(entering), call.k_first(leaving)
         q, k, v = (call.buffer(x) for x in (t.q, t.k, t.v))
-        # Two launches may write segments of it. If TMA could not write it, each would write to a copy of all of it.
+        # Two launches may write it. If TMA could not, each would write to a copy of all of it.
         if call.segments:
             o = contiguous_for_tma(o)
         at_borders = empty_at_borders(t, options)
@@ -130,8 +126,7 @@ def forward(
 def _scan_segments(
     call: KernelCall, scan: Callable[..., None], summary: Callable[[], None], at_borders: list[Tensor]
 ) -> None:
-    """Summarize the segments, fold the summaries, and scan. On two streams the scan of first segments waits for none of
-    it."""
+    """Summarize the segments, fold the summaries, and scan; on two streams first segments wait for neither."""
     if not call.two_streams:
         summary()
         call.fold(*at_borders, reverse=False)
