@@ -81,9 +81,9 @@ def forward(
         prepare = partial(call.prepare, result.o, backward=keep, forward=True, clear=True)
         call.segments = call.forward_segments(result)
         summarized, entering, copy = entering_states(call, slots)
-        scan_key, o = call.scan_key(result), result.o
-        in_gluon = table.selected_backend("scan", options.backend, scan_key, o.device) == "gluon"
-        if dense and (call.segments or in_gluon):  # first: `scan` clears outputs while the launch ahead of it may run
+        o, scans_on = result.o, table.selected_backend("scan", options.backend, call.scan_key(result), t.q.device)
+        # First, since `scan` clears outputs while the launch ahead of it may run.
+        if dense and (call.segments or scans_on == "gluon"):
             o = contiguous_for_tma(o)
         if copy is None or dense:
             if copy is not None:
@@ -101,12 +101,12 @@ def forward(
             states, first = call.k_first(rows), call.grid.first_states(t.q.device)
         initial, final = call.k_first(entering), call.k_first(leaving)
         q, k, v = (call.buffer(x) for x in (t.q, t.k, t.v))
-        # Two launches may write it. If TMA could not, each would write to a copy of all of it.
-        if call.segments:
+        # After `prepare`, which clears the end of o. If TMA could not write o, both launches would write copies of it.
+        if call.segments and not dense:
             o = contiguous_for_tma(o)
         at_borders = empty_at_borders(t, options)
         scan = partial(
-            table.selected_module("scan", options.backend, scan_key, t.q.device).scan,
+            table.kernel_module("scan", scans_on).scan,
             *(q, k, v, prepared, initial, call.scan_grid, options, call.key, call.buffer(o), final, states, first),
             segments=call.segments,
             borders=at_borders[0].mT if at_borders else None,

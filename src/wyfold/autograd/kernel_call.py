@@ -167,7 +167,7 @@ class KernelCall:
         """
         device, options = self.t.q.device, self.options
         backend = table.selected_backend("segment_summary", options.backend, key, device)
-        reads_keys = key.gate == "scalar" and options.erases and not options.qk_l2norm
+        reads_keys = key.gate == "scalar" and not options.bounded_keys
         blocks = tuned(f"segment_summary.{backend}", key, device).blocks
         fewest = blocks.get("ANY_KEYS" if reads_keys else "HORIZON", 0)
         return 0 < fewest <= self.segment_chunks and key.gate in ("scalar", "channel")

@@ -73,6 +73,11 @@ class DeltaOptions(NamedTuple):
         return name if self.rule == "delta" or name == "segment_fold" else f"low_rank_{name}"
 
     @property
+    def bounded_keys(self) -> bool:
+        """Whether no key lets a state grow: kernels normalise keys, or writes erase nothing."""
+        return self.qk_l2norm or not self.erases
+
+    @property
     def cut(self) -> Cut:
         return Cut(self.segment_chunks, self.segments, self.segment_fewest)
 

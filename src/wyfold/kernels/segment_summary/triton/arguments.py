@@ -90,8 +90,9 @@ class Bounds(NamedTuple):
             return cls()
         if prepared.q is not None:
             return cls(prepared.total, prepared.rows, prepared.erasing, prepared.E)
-        bounded = options.qk_l2norm or not options.erases
-        return cls(prepared.total, prepared.rows, None if bounded else k, None, None if bounded else k.stride())
+        if options.bounded_keys:
+            return cls(prepared.total, prepared.rows)
+        return cls(prepared.total, prepared.rows, k, s_k=k.stride())
 
 
 class SegmentIndex(NamedTuple):
